@@ -1,0 +1,107 @@
+"""What the model is (`ModelConfig`) and how to run it (`EngineConfig`): frozen, checked once. Reads no files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from kestrel_cuda.errors import SettingError
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Shape and constants of the decoder. `head_dim` is the checkpoint's own, never hidden_size / num_heads."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    max_positions: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A checkpoint's config.json in this project's words.
+
+    `vision` is the checkpoint's own vision_config, unread until pictures are supported; None for a text-only
+    checkpoint. `eos_ids` are the ids config.json alone names.
+    """
+
+    architecture: str
+    text: TextConfig
+    tie_word_embeddings: bool
+    vision: dict[str, object] | None
+    image_token_id: int | None
+    video_token_id: int | None
+    eos_ids: tuple[int, ...] = ()
+    defaults_used: tuple[str, ...] = ()
+
+
+class Quant(StrEnum):
+    """How the language model's linears are stored."""
+
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    G256 = "g256"
+    NONE = "none"
+
+
+class KvDtype(StrEnum):
+    """The element type of the key-value cache."""
+
+    F16 = "f16"
+    F32 = "f32"
+
+
+CacheBudget = Literal["seeds"] | int | None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run a checkpoint. Raises SettingError when a value is out of range.
+
+    `keep` is the residency window in layers: None chooses by what fits, 0 keeps everything resident.
+    `kv` None means f32 with `quant` none and f16 otherwise. `ctx` None means prompt + new tokens.
+    `vram_bytes` None means what is free less a margin.
+    """
+
+    model: Path
+    backend: Literal["auto", "cuda", "cpu"] = "auto"
+    device: int = 0
+    quant: Quant = Quant.Q8_0
+    kv: KvDtype | None = None
+    ctx: int | None = None
+    keep: int | None = None
+    policy: Literal["past-only"] = "past-only"
+    lazy: bool = False
+    vram_bytes: int | None = None
+    cache_budget: CacheBudget = None
+    prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("device", 0), ("ctx", 1), ("keep", 0), ("vram_bytes", 1), ("prefill_chunk", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SettingError(f"{name} is {value}; it takes a whole number of at least {least}")
+
+    @property
+    def kv_dtype(self) -> KvDtype:
+        if self.kv is not None:
+            return self.kv
+        return KvDtype.F32 if self.quant is Quant.NONE else KvDtype.F16

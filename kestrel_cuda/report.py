@@ -1,0 +1,100 @@
+"""What a load and a run measured: plain frozen dataclasses with units in their names. Computes and prints nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+StopReason = Literal["eos", "length", "interrupt"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One chosen id. `text` is what it completes ("" inside a character and for end tokens).
+
+    `time_ms` is the time since the id before it; for step 0 the time to first token, loading excluded.
+    """
+
+    step: int
+    token_id: int
+    text: str
+    time_ms: float
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading decided. `keep` 0 means everything resident; `notes` are one-line facts worth saying."""
+
+    backend: str
+    device: str
+    model: str
+    num_layers: int
+    num_weights: int
+    quant: dict[str, str]
+    dtypes: dict[str, int]
+    tied: bool
+    eos_ids: tuple[int, ...]
+    template_source: str | None
+    keep: int
+    ctx: int
+    prefill_chunk: int
+    embeddings_on: Literal["device", "host"]
+    planned_device_bytes: int
+    load_ms: float
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResidencyReport:
+    """Where the weights were during a run. Fused members count one each; lm_head counts as a weight."""
+
+    weights_resident_end: int
+    layers_resident_end: int
+    prefetched_layers: int
+    peak_layers: int
+    peak_weight_bytes: int
+    uploads_per_token: float
+    layer_uploads: tuple[int, ...]
+    h2d_bytes_per_token: int
+    evictions: int
+    cache_hits: int
+    cache_misses: int
+    pool_hits: int
+    pool_misses: int
+    host_pinned_bytes: int
+    embed_host_bytes: int
+    peak_device_bytes: int
+
+
+@dataclass(frozen=True)
+class TimingReport:
+    """Times of a run. `decode_ms[i]` is the time from id i to id i+1; the median leaves the first out."""
+
+    load_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    decode_ms: tuple[float, ...]
+    tpot_ms_median: float | None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything a run can say once it has stopped.
+
+    `logits_sha256` is over the float32 bytes of all prompt logits, then all step logits, rows in order;
+    None when logits were not asked for. `read_gb_per_s` is bytes read per token over the median time;
+    `device_read_gb_per_s` the card's measured read rate (None on the CPU).
+    """
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str
+    stop_reason: StopReason
+    residency: ResidencyReport
+    timing: TimingReport
+    bytes_read_per_token: int
+    read_gb_per_s: float | None
+    device_read_gb_per_s: float | None
+    logits_sha256: str | None
+    warnings: tuple[str, ...] = field(default=())

@@ -1,0 +1,48 @@
+"""Byte counts written for people: "24GiB" to bytes and back. Knows nothing of what the bytes hold."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1024,
+    "KB": 1000,
+    "KIB": 1024,
+    "M": 1024**2,
+    "MB": 1000**2,
+    "MIB": 1024**2,
+    "G": 1024**3,
+    "GB": 1000**3,
+    "GIB": 1024**3,
+    "T": 1024**4,
+    "TB": 1000**4,
+    "TIB": 1024**4,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like `6GiB`, `500MB`, `24G` (binary) or `1048576`.
+
+    Raises ValueError when the text is not a positive number with a known unit.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match and _UNITS.get(match[2].upper())
+    if not match or not unit:
+        raise ValueError(f"{text!r} is not a size; write a number with a unit, like 6GiB or 500MB")
+    num_bytes = int(float(match[1]) * unit)
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} is not a size above zero")
+    return num_bytes
+
+
+def format_size(num_bytes: int) -> str:
+    """A byte count in the largest binary unit that leaves at least one whole, with two decimals."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
