@@ -1,0 +1,3 @@
+from kestrel_cli.app import main
+
+main()
