@@ -1,0 +1,57 @@
+"""Records a run of the GPU suite in tests/gpu_report.json: which card, which outcome, over which sources.
+
+CI has no GPU. This file is its evidence, and `scripts/gpu_digest.py --check` says when it is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_digest import REPORT, gpu_digest
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@cache
+def why_no_gpu() -> str | None:
+    """None where CuPy sees a GPU; else the reason in one line."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        return f"no GPU: {error}"
+    try:
+        return None if runtime.getDeviceCount() else "no GPU: the driver lists none"
+    except runtime.CUDARuntimeError as error:
+        return f"no GPU: {error}"
+
+
+def write(stats: dict[str, list[Any]], figures: dict[str, float]) -> Path:
+    """Writes the report of the session that `stats` (pytest's outcomes) describes."""
+    from cupy.cuda import nvrtc, runtime
+
+    counts = {
+        "passed": len(stats.get("passed", [])),
+        "failed": len(stats.get("failed", [])) + len(stats.get("error", [])),
+        "skipped": len(stats.get("skipped", [])),
+    }
+    report = {
+        "card": runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.exists() else "unknown",
+        "driver_cuda": _version(runtime.driverGetVersion()),
+        "cuda_runtime": _version(runtime.runtimeGetVersion()),
+        "nvrtc": ".".join(str(part) for part in nvrtc.getVersion()),
+        "date": datetime.now(UTC).date().isoformat(),
+        "counts": counts,
+        "figures": dict(sorted(figures.items())),
+        "digest": gpu_digest(),
+    }
+    REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return REPORT
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
