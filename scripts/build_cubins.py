@@ -1,0 +1,29 @@
+"""Compiles every kernel to a folder of cubins, as the program itself would: for a machine whose NVRTC is missing.
+
+PYTHONPATH=. python scripts/build_cubins.py OUT --arch 90
+PYTHONPATH=.:cli python -m pytest -m cuda --cubins OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kestrel_cuda.kernels import library
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--arch", type=int, default=90, help="compute capability without the dot (default: 90)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in library.kernel_files():
+        cubin, _ = library.compile_cubin(name, args.arch)
+        path = args.out / f"{name}.cubin"
+        path.write_bytes(cubin)
+        print(f"{path}: {len(cubin)} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Every kernel compiles for every supported card, with the run-time options and without spills; needs no GPU.
+
+`pytest -rP tests/kernels/test_compile.py` shows each kernel's registers and shared memory.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from kestrel_cuda.kernels import library
+
+PTXAS_FUNCTION = re.compile(
+    r"Function properties for (?P<name>\S+)\s+"
+    r"ptxas\s+\.?\s*(?P<stack>\d+) bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+    r"(?:\s+ptxas info\s+: Used (?P<registers>\d+) registers(?P<rest>[^\n]*))?"
+)
+
+
+class FunctionUse(NamedTuple):
+    """What ptxas says of one function: bytes of local memory by cause, and what it uses on the multiprocessor."""
+
+    name: str
+    stack_bytes: int
+    spill_bytes: int
+    usage: str
+
+
+def parse_ptxas(log: str) -> list[FunctionUse]:
+    """The functions of a `--ptxas-options=-v` log; `usage` is empty for one that is not a kernel."""
+    return [
+        FunctionUse(
+            match["name"],
+            int(match["stack"]),
+            int(match["stores"]) + int(match["loads"]),
+            f"{match['registers']} registers{match['rest']}" if match["registers"] else "",
+        )
+        for match in PTXAS_FUNCTION.finditer(log)
+    ]
+
+
+def test_a_spill_and_a_stack_frame_are_seen() -> None:
+    log = """ptxas info    : Compiling entry function 'gemv' for 'sm_90'
+ptxas info    : Function properties for gemv
+ptxas         .     256 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 128 bytes smem
+ptxas info    : Function properties for _Z6helperfi
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+    assert parse_ptxas(log) == [
+        FunctionUse("gemv", 256, 20, "32 registers, used 1 barriers, 128 bytes smem"),
+        FunctionUse("_Z6helperfi", 0, 0, ""),
+    ]
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> None:
+    """Skips where NVRTC cannot be loaded (macOS has none)."""
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="no NVRTC: CuPy is not installed", exc_type=ImportError)
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("arch", library.ARCHITECTURES)
+@pytest.mark.parametrize("name", library.kernel_files())
+def test_compiles_without_spills(name: str, arch: int) -> None:
+    cubin, log = library.compile_cubin(name, arch)
+    assert cubin.startswith(b"\x7fELF")
+    functions = parse_ptxas(log)
+    assert any(function.usage for function in functions), f"no kernel in the log of {name}:\n{log}"
+    for function in functions:
+        print(f"sm_{arch} {name} {function.name}: {function.usage}")
+    in_local_memory = [function for function in functions if function.stack_bytes or function.spill_bytes]
+    assert not in_local_memory, f"{name} for sm_{arch} keeps registers in local memory: {in_local_memory}"
