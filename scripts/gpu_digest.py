@@ -13,9 +13,9 @@ REPORT = ROOT / "tests" / "gpu_report.json"
 SOURCES = ("kernels/**/*", "backends/cuda*.py", "residency/**/*")
 
 
-def gpu_digest() -> str:
+def gpu_digest(root: Path = ROOT) -> str:
     """sha256 over the names and bytes of the sources, in sorted order."""
-    package = ROOT / "kestrel_cuda"
+    package = root / "kestrel_cuda"
     paths = {
         path
         for pattern in SOURCES
@@ -23,10 +23,10 @@ def gpu_digest() -> str:
         if path.is_file() and path.suffix in {".py", ".cu", ".cuh"}
     }
     digest = hashlib.sha256()
-    for path in sorted(paths, key=lambda path: path.relative_to(ROOT).as_posix()):
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(ROOT).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
+        # The length keeps bytes from moving between files unseen.
+        digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 

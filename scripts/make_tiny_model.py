@@ -152,7 +152,7 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(model: TinyModel, num_tokens: int) -> Iterator[TensorSpec]:
-    """Every tensor, at scales that keep activations near one and logits about three units wide."""
+    """Every tensor, at scales that keep activations to a few units and logits about three units wide."""
     hidden, inner = model.hidden_size, model.intermediate_size
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     logit_std = 3 * hidden**-0.5
