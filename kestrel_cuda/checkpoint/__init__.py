@@ -1,0 +1,1 @@
+"""A Hugging Face checkpoint directory, read and checked before anything is allocated for it."""
