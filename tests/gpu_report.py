@@ -6,6 +6,7 @@ CI has no GPU. This file is its evidence, and `scripts/gpu_digest.py --check` sa
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -40,7 +41,7 @@ def write(stats: dict[str, list[Any]], figures: dict[str, float]) -> Path:
     }
     report = {
         "card": runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.exists() else "unknown",
+        "driver": _driver_version(),
         "driver_cuda": _version(runtime.driverGetVersion()),
         "cuda_runtime": _version(runtime.runtimeGetVersion()),
         "nvrtc": ".".join(str(part) for part in nvrtc.getVersion()),
@@ -51,6 +52,12 @@ def write(stats: dict[str, list[Any]], figures: dict[str, float]) -> Path:
     }
     REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return REPORT
+
+
+def _driver_version() -> str:
+    # The CUDA runtime tells the driver's CUDA version alone; Linux has the driver's own here.
+    match = re.search(r"\b\d+\.[\d.]+\b", DRIVER.read_text(encoding="utf-8")) if DRIVER.exists() else None
+    return match[0] if match else "unknown"
 
 
 def _version(number: int) -> str:
