@@ -1,0 +1,117 @@
+"""The command line's words: one Typer type for each flag, shared by the commands. Values stay text here.
+
+Text, so that a flag, a variable and a profile are read by the same parser and refused in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from kestrel_cli.output import Output
+
+Given = Mapping[str, str | bool]
+
+Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to ask; - or nothing: read standard input.")]
+PromptFile = Annotated[str | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file.")]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]
+Messages = Annotated[
+    str | None,
+    typer.Option("--messages", metavar="FILE", help="A conversation as JSON: a list, or an object with messages."),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")]
+Ids = Annotated[str | None, typer.Option("--ids", metavar="1,2,3", help="The prompt as token ids.")]
+MaxNewTokens = Annotated[
+    str | None, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.  [default: 256]")
+]
+IgnoreEos = Annotated[
+    bool | None, typer.Option("--ignore-eos/--no-ignore-eos", help="Go on after an end token.", show_default=False)
+]
+Logits = Annotated[
+    str | None,
+    typer.Option("--logits", metavar="FILE.npz", help="Save prompt_logits [S,V] and step_logits [n,V] in float32."),
+]
+Expect = Annotated[
+    str | None,
+    typer.Option("--expect", metavar="1,2,3", help="Token ids the answer must begin with; exit code 1 if it does not."),
+]
+Table = Annotated[
+    str | None,
+    typer.Option("--table", metavar="last|all|none", help="Rows of the per-token table; last is 32.  [default: last]"),
+]
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="DIR", help="The checkpoint's folder.  [default: the small embedded one]"),
+]
+Profile = Annotated[
+    str | None, typer.Option("--profile", metavar="NAME|FILE", help="Settings from configs/NAME.toml or a file.")
+]
+Backend = Annotated[
+    str | None, typer.Option("--backend", metavar="auto|cuda|cpu", help="Where to compute.  [default: auto]")
+]
+Device = Annotated[str | None, typer.Option("--device", metavar="N", help="Which GPU.  [default: 0]")]
+Quant = Annotated[
+    str | None,
+    typer.Option("--quant", metavar="q8_0|q4_0|g256|none", help="How the linears are stored.  [default: q8_0]"),
+]
+Kv = Annotated[
+    str | None,
+    typer.Option(
+        "--kv", metavar="f16|f32", help="Key-value cache element.  [default: f32 with --quant none, else f16]"
+    ),
+]
+Ctx = Annotated[
+    str | None,
+    typer.Option("--ctx", "-c", metavar="N", help="Tokens the key-value cache holds.  [default: what the run needs]"),
+]
+Keep = Annotated[
+    str | None,
+    typer.Option("--keep", metavar="N|auto|off", help="Layers the residency window keeps; 0 = off.  [default: auto]"),
+]
+Policy = Annotated[
+    str | None, typer.Option("--policy", metavar="past-only", help="Which layers the window lets go of.")
+]
+Lazy = Annotated[
+    bool | None,
+    typer.Option("--lazy/--no-lazy", help="Upload weights when first needed, not before.", show_default=False),
+]
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        "--vram", metavar="SIZE", help="Device memory to use at most.  [default: what is free, less a margin]"
+    ),
+]
+CacheBudget = Annotated[
+    str | None,
+    typer.Option("--cache-budget", metavar="seeds|SIZE", help="Device memory for weights.  [default: what is left]"),
+]
+PrefillChunk = Annotated[
+    str | None, typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens computed at a time.")
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on standard error but errors.")]
+Debug = Annotated[bool, typer.Option("--debug", help="A traceback where the fault is this program's.")]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A parsed command line. Typer stops here: `work(given, variables, output)` runs outside it, since Typer would
+    turn signals and closed pipes into exit codes of its own."""
+
+    work: Callable[[Given, Mapping[str, str], Output], None]
+    given: Given
+
+
+def given(params: Mapping[str, object]) -> Given:
+    """What was on the command line: the texts, the switches that were turned, and nothing that was left alone."""
+    negatable = ("lazy", "ignore_eos")
+    return {
+        name: value
+        for name, value in params.items()
+        if isinstance(value, str) or value is True or (value is False and name in negatable)
+    }

@@ -1,0 +1,182 @@
+"""The table of settings: name, words, default and variable of each, which command has which, and what contradicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+
+from kestrel_cli import values
+from kestrel_cli.settings import Conflict, Setting, Settings, resolve
+from kestrel_cuda.config import CacheBudget, EngineConfig, KvDtype, Quant
+from kestrel_cuda.errors import SettingError
+from kestrel_cuda.profiles import load_profile
+from kestrel_cuda.sizes import parse_size
+
+BackendName = Literal["auto", "cuda", "cpu"]
+Policy = Literal["past-only"]
+TableRows = Literal["last", "all", "none"]
+
+_NUMBER_FROM_ONE = "a whole number of at least 1"
+_SIZE = "a size like 6GiB or 500MB"
+_FILE = "the path of a file"
+
+
+def _infer(text: str) -> BackendName:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return "cuda" if text == "1" else "cpu"
+
+
+def _no_host_window(text: str) -> int:
+    if values.window_variable(text) != 0:
+        raise ValueError(text)
+    return 0
+
+
+def _show_keep(keep: int | None) -> int | str:
+    return "auto" if keep is None else keep or "off"
+
+
+PROFILE = Setting[str | None]("profile", None, "a profile's name or a .toml file", str, variable="KESTREL_CUDA_PROFILE")
+MODEL = Setting[Path](
+    "model",
+    Path(str(files("kestrel_cuda"))) / "data" / "tiny-random",
+    "a checkpoint's folder",
+    values.path,
+    variable="KESTREL_CUDA_MODEL",
+)
+BACKEND = Setting[BackendName](
+    "backend",
+    "auto",
+    "auto, cuda or cpu",
+    values.one_of("auto", "cuda", "cpu"),
+    variable="VLLM_CUDA_INFER",
+    parse_variable=_infer,
+    variable_takes="0 (CPU backend) or 1 (require the GPU); unset or empty: the GPU if there is one",
+)
+DEVICE = Setting[int]("device", 0, "a whole number", values.number, variable="KESTREL_CUDA_DEVICE")
+QUANT = Setting[Quant]("quant", Quant.Q8_0, "q8_0, q4_0, g256 or none", Quant, variable="KESTREL_CUDA_QUANT")
+KV = Setting[KvDtype | None]("kv", None, "f16 or f32", KvDtype, variable="KESTREL_CUDA_KV")
+CTX = Setting[int | None]("ctx", None, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_CTX")
+KEEP = Setting[int | None](
+    "keep",
+    None,
+    "a whole number of layers, off (or 0) or auto",
+    values.keep,
+    variable="VLLM_CUDA_STREAM",
+    parse_variable=values.window_variable,
+    variable_takes="a whole number of layers to keep, or 0 (everything resident); unset, empty or blank: what fits",
+    blank_is_unset=True,
+    show=_show_keep,
+)
+HOST_KEEP = Setting[int](
+    "host_keep",
+    0,
+    variable="VLLM_VQF_STREAM",
+    parse_variable=_no_host_window,
+    variable_takes="0, or nothing: host residency does not exist yet",
+    blank_is_unset=True,
+    is_option=False,
+)
+POLICY = Setting[Policy]("policy", "past-only", "past-only", values.one_of("past-only"), variable="KESTREL_CUDA_POLICY")
+LAZY = Setting[bool]("lazy", False)
+VRAM = Setting[int | None]("vram", None, _SIZE, parse_size, variable="KESTREL_CUDA_VRAM")
+CACHE_BUDGET = Setting[CacheBudget](
+    "cache_budget", None, f"seeds or {_SIZE}", values.cache_budget, variable="KESTREL_CUDA_CACHE_BUDGET"
+)
+PREFILL_CHUNK = Setting[int | None](
+    "prefill_chunk", None, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_PREFILL_CHUNK"
+)
+
+PROMPT = Setting[str | None]("prompt", None, "text", str, is_option=False)
+PROMPT_FILE = Setting[Path | None]("prompt_file", None, _FILE, values.path, variable="KESTREL_CUDA_PROMPT_FILE")
+SYSTEM = Setting[str | None]("system", None, "text", str, variable="KESTREL_CUDA_SYSTEM")
+MESSAGES = Setting[Path | None]("messages", None, _FILE, values.path, variable="KESTREL_CUDA_MESSAGES")
+RAW = Setting[bool]("raw", False)
+_IDS = "token ids separated by commas, like 1,2,3"
+IDS = Setting[tuple[int, ...] | None]("ids", None, _IDS, values.token_ids, variable="KESTREL_CUDA_IDS")
+MAX_NEW_TOKENS = Setting[int](
+    "max_new_tokens", 256, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_MAX_NEW_TOKENS"
+)
+IGNORE_EOS = Setting[bool]("ignore_eos", False)
+LOGITS = Setting[Path | None]("logits", None, _FILE, values.path, variable="KESTREL_CUDA_LOGITS")
+EXPECT = Setting[tuple[int, ...] | None]("expect", None, _IDS, values.token_ids, variable="KESTREL_CUDA_EXPECT")
+TABLE = Setting[TableRows](
+    "table", "last", "last, all or none", values.one_of("last", "all", "none"), variable="KESTREL_CUDA_TABLE"
+)
+JSON = Setting[bool]("json", False)
+QUIET = Setting[bool]("quiet", False)
+DEBUG = Setting[bool]("debug", False)
+
+_EVERYWHERE = (PROFILE, MODEL, BACKEND, DEVICE, QUANT, KV, VRAM, CACHE_BUDGET, PREFILL_CHUNK, HOST_KEEP)
+_PROMPTS: tuple[Setting[Any], ...] = (PROMPT, PROMPT_FILE, MESSAGES, IDS)
+_OUTPUT = (JSON, QUIET, DEBUG)
+
+RUN: tuple[Setting[Any], ...] = (
+    *_EVERYWHERE,
+    *(CTX, KEEP, POLICY, LAZY),
+    *_PROMPTS,
+    *(SYSTEM, RAW, MAX_NEW_TOKENS, IGNORE_EOS, LOGITS, EXPECT, TABLE),
+    *_OUTPUT,
+)
+SELFTEST: tuple[Setting[Any], ...] = (*_EVERYWHERE, *_OUTPUT)
+
+CONFLICTS = (
+    *(Conflict(one, other, "a run has one prompt") for one, other in combinations(_PROMPTS, 2)),
+    Conflict(RAW, SYSTEM, "a raw prompt has no system message"),
+    Conflict(RAW, MESSAGES, "a conversation needs the chat template"),
+    Conflict(RAW, IDS, "token ids are taken as they are"),
+    Conflict(IDS, SYSTEM, "token ids are the whole prompt"),
+    Conflict(MESSAGES, SYSTEM, "a conversation carries its own system message"),
+)
+
+
+def settle(known: tuple[Setting[Any], ...], flags: Mapping[str, str | bool], variables: Mapping[str, str]) -> Settings:
+    """Every setting of a command, the profile that --profile or its variable names laid below them."""
+    chosen = resolve((PROFILE,), (), flags, variables, None)[PROFILE]
+    settings = resolve(known, CONFLICTS, flags, variables, load_profile(chosen) if chosen is not None else None)
+    if settings[BACKEND] == "cpu" and settings.source(DEVICE) == "flag":
+        raise SettingError(f"--device chooses a GPU, and {_named(settings, BACKEND)} asks for the CPU backend")
+    if TABLE in known and settings[QUIET] and settings.source(TABLE) == "flag" and settings[TABLE] != "none":
+        raise SettingError("--quiet and --table contradict each other: the table is printed on standard error")
+    expected = settings[EXPECT] if EXPECT in known else None
+    if expected is not None and len(expected) > settings[MAX_NEW_TOKENS]:
+        raise SettingError(
+            f"{_named(settings, EXPECT)} lists {len(expected)} ids, but at most {settings[MAX_NEW_TOKENS]} are chosen; "
+            "raise --max-new-tokens"
+        )
+    return settings
+
+
+def _named(settings: Settings, setting: Setting[Any]) -> str:
+    source = settings.source(setting)
+    return setting.flag if source == "flag" else source
+
+
+def selftest_config(settings: Settings) -> EngineConfig:
+    """How to open the engine for what every command shares."""
+    return EngineConfig(
+        model=settings[MODEL],
+        backend=settings[BACKEND],
+        device=settings[DEVICE],
+        quant=settings[QUANT],
+        kv=settings[KV],
+        vram_bytes=settings[VRAM],
+        cache_budget=settings[CACHE_BUDGET],
+        prefill_chunk=settings[PREFILL_CHUNK],
+    )
+
+
+def run_config(settings: Settings) -> EngineConfig:
+    """The same for a run, which chooses its context and its window too."""
+    return replace(
+        selftest_config(settings),
+        ctx=settings[CTX],
+        keep=settings[KEEP],
+        policy=settings[POLICY],
+        lazy=settings[LAZY],
+    )

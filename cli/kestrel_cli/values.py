@@ -1,0 +1,68 @@
+"""One setting's text to its value: pure functions that return it or raise ValueError. Knows no names of settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from kestrel_cuda.sizes import parse_size
+
+_DIGITS = re.compile(r"[0-9]{1,18}")
+
+Word = TypeVar("Word", bound=str)
+
+
+def number(text: str) -> int:
+    """A whole number in plain digits: no sign, no blanks, no digits of other scripts."""
+    if not _DIGITS.fullmatch(text):
+        raise ValueError(text)
+    return int(text)
+
+
+def at_least_one(text: str) -> int:
+    value = number(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def one_of(*words: Word) -> Callable[[str], Word]:
+    """A parser of exactly these words. Raises ValueError for any other."""
+
+    def parse(text: str) -> Word:
+        return words[words.index(text)]
+
+    return parse
+
+
+def keep(text: str) -> int | None:
+    """Layers of the residency window: None for `auto`, 0 for `off`."""
+    if text == "auto":
+        return None
+    return 0 if text == "off" else number(text)
+
+
+def window_variable(text: str) -> int:
+    """A window switch as a variable: digits, blanks around them ignored."""
+    return number(text.strip())
+
+
+def cache_budget(text: str) -> Literal["seeds"] | int:
+    return "seeds" if text == "seeds" else parse_size(text)
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    """`1,2,3`, blanks around the numbers ignored."""
+    return tuple(number(part.strip()) for part in text.split(","))
+
+
+def path(text: str) -> Path:
+    if not text or "\0" in text:
+        raise ValueError(text)
+    try:
+        # A shell does not expand `~` in a profile's value.
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(text) from error

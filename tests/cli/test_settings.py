@@ -1,0 +1,285 @@
+"""The truth tables of flags, variables, profile and defaults (cases D38 and D41)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kestrel_cli import options
+from kestrel_cli.settings import Setting, Settings
+
+from kestrel_cuda.config import KvDtype, Quant
+from kestrel_cuda.errors import SettingError
+
+
+def settle(flags: dict[str, str | bool] | None = None, **variables: str) -> Settings:
+    return options.settle(options.RUN, flags or {}, variables)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    file = tmp_path / "mine.toml"
+    file.write_text('keep = 7\nbackend = "cpu"\nlazy = true\nmax_new_tokens = 5\n', encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("variable", "backend", "source"),
+    [
+        (None, "auto", "default"),
+        ("", "auto", "default"),
+        ("0", "cpu", "VLLM_CUDA_INFER"),
+        ("1", "cuda", "VLLM_CUDA_INFER"),
+    ],
+)
+def test_vllm_cuda_infer(variable: str | None, backend: str, source: str) -> None:
+    settings = settle() if variable is None else settle(VLLM_CUDA_INFER=variable)
+    assert (settings[options.BACKEND], settings.source(options.BACKEND)) == (backend, source)
+
+
+@pytest.mark.parametrize("variable", ["true", "00", " ", " 1", "2", "-1", "cpu", "cuda", "auto", "off"])
+def test_vllm_cuda_infer_takes_nothing_else(variable: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        settle(VLLM_CUDA_INFER=variable)
+    assert str(raised.value).startswith(f"VLLM_CUDA_INFER holds {variable!r}; it takes 0 (CPU backend) or 1 ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "keep", "source"),
+    [
+        (None, None, "default"),
+        ("", None, "default"),
+        ("  ", None, "default"),
+        ("0", 0, "VLLM_CUDA_STREAM"),
+        ("1", 1, "VLLM_CUDA_STREAM"),
+        ("4", 4, "VLLM_CUDA_STREAM"),
+        (" 4 ", 4, "VLLM_CUDA_STREAM"),
+        ("99", 99, "VLLM_CUDA_STREAM"),
+    ],
+)
+def test_vllm_cuda_stream(variable: str | None, keep: int | None, source: str) -> None:
+    settings = settle() if variable is None else settle(VLLM_CUDA_STREAM=variable)
+    assert (settings[options.KEEP], settings.source(options.KEEP)) == (keep, source)
+    assert options.run_config(settings).keep == keep
+
+
+@pytest.mark.parametrize("variable", ["-2", "1.5", "abc", "auto", "off", "+4", "4 4", "0x4", "٤", "9" * 5000])
+def test_vllm_cuda_stream_takes_nothing_else(variable: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        settle(VLLM_CUDA_STREAM=variable)
+    assert str(raised.value).startswith(f"VLLM_CUDA_STREAM holds {variable!r}; it takes a whole number of layers")
+
+
+@pytest.mark.parametrize("variable", ["", "0", " "])
+def test_vllm_vqf_stream_may_ask_for_nothing(variable: str) -> None:
+    settle(VLLM_VQF_STREAM=variable)
+
+
+@pytest.mark.parametrize("variable", ["1", "4", "-1", "abc", "auto"])
+@pytest.mark.parametrize("command", [options.RUN, options.SELFTEST])
+def test_vllm_vqf_stream_is_refused_by_name(variable: str, command: tuple[Setting[Any], ...]) -> None:
+    with pytest.raises(SettingError, match=r"VLLM_VQF_STREAM holds .* host residency does not exist yet"):
+        options.settle(command, {}, {"VLLM_VQF_STREAM": variable})
+
+
+@pytest.mark.parametrize(
+    ("flag", "keep", "shown"), [("0", 0, "off"), ("off", 0, "off"), ("auto", None, "auto"), ("1", 1, 1), ("99", 99, 99)]
+)
+def test_keep(flag: str, keep: int | None, shown: object) -> None:
+    settings = settle({"keep": flag})
+    assert settings[options.KEEP] == keep
+    assert settings.as_json()["keep"] == {"value": shown, "source": "flag"}
+
+
+@pytest.mark.parametrize("flag", ["-1", "1.5", "", " ", "all", " 4", "OFF", "none"])
+def test_keep_out_of_range(flag: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        settle({"keep": flag})
+    assert str(raised.value) == f"--keep holds {flag!r}; it takes a whole number of layers, off (or 0) or auto"
+
+
+def test_flag_over_variable_over_profile_over_default(profile: str) -> None:
+    keep = options.KEEP
+    chosen: list[tuple[int | None, str]] = []
+    for settings in (
+        settle({"keep": "3", "profile": profile}, VLLM_CUDA_STREAM="5"),
+        settle({"profile": profile}, VLLM_CUDA_STREAM="5"),
+        settle({"profile": profile}, VLLM_CUDA_STREAM=" "),
+        settle(),
+    ):
+        chosen.append((settings[keep], settings.source(keep)))
+    assert chosen == [(3, "flag"), (5, "VLLM_CUDA_STREAM"), (7, f"profile {profile}"), (None, "default")]
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "variable"),
+    [
+        ("keep", "3", "VLLM_CUDA_STREAM"),
+        ("backend", "cpu", "VLLM_CUDA_INFER"),
+        ("ctx", "64", "KESTREL_CUDA_CTX"),
+        ("quant", "none", "KESTREL_CUDA_QUANT"),
+        ("vram", "1GiB", "KESTREL_CUDA_VRAM"),
+    ],
+)
+def test_a_variable_that_a_flag_overrides_may_hold_anything(name: str, flag: str, variable: str) -> None:
+    assert settle({name: flag}, **{variable: "garbage"}).as_json()[name]["source"] == "flag"
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "value"),
+    [
+        (options.MODEL, "/models/x", Path("/models/x")),
+        (options.MAX_NEW_TOKENS, "32", 32),
+        (options.CTX, "64", 64),
+        (options.QUANT, "q4_0", Quant.Q4_0),
+        (options.KV, "f32", KvDtype.F32),
+        (options.POLICY, "past-only", "past-only"),
+        (options.VRAM, "6GiB", 6 << 30),
+        (options.CACHE_BUDGET, "seeds", "seeds"),
+        (options.CACHE_BUDGET, "1GiB", 1 << 30),
+        (options.PREFILL_CHUNK, "64", 64),
+        (options.DEVICE, "1", 1),
+        (options.PROMPT_FILE, "p.txt", Path("p.txt")),
+        (options.SYSTEM, " ", " "),
+        (options.MESSAGES, "m.json", Path("m.json")),
+        (options.IDS, "1, 2,3", (1, 2, 3)),
+        (options.LOGITS, "l.npz", Path("l.npz")),
+        (options.EXPECT, "7", (7,)),
+        (options.TABLE, "all", "all"),
+    ],
+)
+def test_every_option_with_a_value_has_its_variable(setting: Setting[Any], text: str, value: object) -> None:
+    variable = f"KESTREL_CUDA_{setting.name.upper()}"
+    settings = settle(**{variable: text})
+    assert (settings[setting], settings.source(setting)) == (value, variable)
+    assert settle({setting.name: text})[setting] == value
+    assert settle(**{variable: ""}).source(setting) == "default"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("max_new_tokens", "0"),
+        ("max_new_tokens", "1e3"),
+        ("ctx", "-5"),
+        ("quant", "q5_0"),
+        ("quant", "Q8_0"),
+        ("kv", "bf16"),
+        ("policy", "both-sides"),
+        ("vram", "much"),
+        ("cache_budget", "half"),
+        ("prefill_chunk", "0"),
+        ("backend", "gpu"),
+        ("device", "-1"),
+        ("ids", "1,,2"),
+        ("ids", "-1"),
+        ("expect", ""),
+        ("model", ""),
+        ("table", "first"),
+    ],
+)
+def test_a_flag_out_of_range_names_itself_and_what_it_takes(name: str, text: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        settle({name: text})
+    assert str(raised.value).startswith(f"--{name.replace('_', '-')} holds {text!r}; it takes ")
+
+
+@pytest.mark.parametrize("line", ['keep = "many"', "keep = 1.5", "keep = true", 'lazy = "yes"', "lazy = 1", "ctx = -1"])
+def test_a_profile_out_of_range_names_itself(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(line, encoding="utf-8")
+    with pytest.raises(SettingError, match=rf"profile .*bad\.toml: {line.split()[0]} holds .*; it takes "):
+        settle({"profile": str(file)})
+
+
+def test_the_profile_may_be_named_by_its_variable(profile: str) -> None:
+    settings = settle(KESTREL_CUDA_PROFILE=profile)
+    assert (settings[options.MAX_NEW_TOKENS], settings[options.LAZY]) == (5, True)
+
+
+def test_a_switch_of_the_profile_can_be_turned_off(profile: str) -> None:
+    settings = settle({"profile": profile, "lazy": False})
+    assert (settings[options.LAZY], settings.source(options.LAZY)) == (False, "flag")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"prompt": "hi", "prompt_file": "p"},
+        {"prompt": "hi", "ids": "1"},
+        {"prompt": "hi", "messages": "m"},
+        {"prompt_file": "p", "ids": "1"},
+        {"prompt_file": "p", "messages": "m"},
+        {"messages": "m", "ids": "1"},
+        {"raw": True, "system": "s"},
+        {"raw": True, "messages": "m"},
+        {"raw": True, "ids": "1"},
+        {"ids": "1", "system": "s"},
+        {"messages": "m", "system": "s"},
+        {"quiet": True, "table": "all"},
+    ],
+)
+def test_contradictory_flags_are_refused(flags: dict[str, str | bool]) -> None:
+    with pytest.raises(SettingError, match="contradict each other: "):
+        settle(flags)
+
+
+def test_a_contradiction_names_both_sides() -> None:
+    with pytest.raises(SettingError) as raised:
+        settle({"prompt": "hi", "prompt_file": "p"})
+    assert str(raised.value) == "PROMPT and --prompt-file contradict each other: a run has one prompt"
+    with pytest.raises(SettingError, match="KESTREL_CUDA_MESSAGES and KESTREL_CUDA_SYSTEM contradict each other"):
+        settle(KESTREL_CUDA_MESSAGES="m", KESTREL_CUDA_SYSTEM="s")
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable"),
+    [
+        ({"prompt": "hi"}, "KESTREL_CUDA_IDS"),
+        ({"raw": True}, "KESTREL_CUDA_SYSTEM"),
+        ({"ids": "1"}, "KESTREL_CUDA_SYSTEM"),
+    ],
+)
+def test_a_variable_that_contradicts_a_flag_is_not_read(flags: dict[str, str | bool], variable: str) -> None:
+    name = variable.removeprefix("KESTREL_CUDA_").lower()
+    assert settle(flags, **{variable: "garbage"}).as_json()[name] == {"value": None, "source": "default"}
+
+
+@pytest.mark.parametrize("source", [{"flags": {"backend": "cpu"}}, {"VLLM_CUDA_INFER": "0"}])
+def test_a_gpu_cannot_be_chosen_for_the_cpu_backend(source: dict[str, Any]) -> None:
+    flags = {"device": "1", **source.pop("flags", {})}
+    with pytest.raises(SettingError, match=r"--device chooses a GPU, and (--backend|VLLM_CUDA_INFER) asks for the CPU"):
+        settle(flags, **source)
+
+
+def test_more_ids_than_tokens_cannot_be_expected() -> None:
+    with pytest.raises(SettingError, match="--expect lists 3 ids, but at most 2 are chosen; raise --max-new-tokens"):
+        settle({"expect": "1,2,3", "max_new_tokens": "2"})
+
+
+def test_nothing_but_exact_names_is_read() -> None:
+    settings = settle(VLLM_CUDA_STREAM_X="4", vllm_cuda_stream="4", VLLM_USE_V1="1", KESTREL_CUDA_KEEPS="x")
+    assert {setting["source"] for setting in settings.as_json().values()} == {"default"}
+
+
+def test_the_report_speaks_plain_json() -> None:
+    shown = settle({"quant": "q4_0", "ids": "1,2", "vram": "1KiB"}, KESTREL_CUDA_MODEL="/m").as_json()
+    assert shown["quant"]["value"] == "q4_0"
+    assert type(shown["quant"]["value"]) is str
+    assert shown["ids"]["value"] == (1, 2)
+    assert shown["vram"]["value"] == 1024
+    assert shown["model"] == {"value": "/m", "source": "KESTREL_CUDA_MODEL"}
+    assert "prompt" not in shown
+
+
+def test_the_engine_is_told_what_was_chosen() -> None:
+    config = options.run_config(
+        settle({"model": "/m", "kv": "f32", "keep": "off", "lazy": True, "cache_budget": "seeds", "vram": "1GiB"})
+    )
+    assert (config.model, config.kv, config.keep, config.lazy) == (Path("/m"), KvDtype.F32, 0, True)
+    assert (config.cache_budget, config.vram_bytes, config.policy) == ("seeds", 1 << 30, "past-only")
+
+
+def test_by_default_the_embedded_model_is_used() -> None:
+    assert options.run_config(settle()).model.parts[-3:] == ("kestrel_cuda", "data", "tiny-random")
