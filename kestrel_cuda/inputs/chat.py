@@ -1,0 +1,114 @@
+"""A conversation to token ids through a chat template, so that what a user types stays text. Reads no files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.inputs.template import ChatTemplate
+from kestrel_cuda.inputs.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "encode_chat", "end_ids"]
+
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+
+
+def encode_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[object] | None = None,
+    **flags: object,
+) -> list[int]:
+    """Ids of the rendered conversation; no added token is made from a string of `messages` or `tools`.
+
+    Added tokens come from the template alone. Everything between two of them is encoded together, so that the ids
+    of ordinary text are Hugging Face's. A template that searches a message for an added token (as the Thinking
+    models' searches earlier answers for `</think>`) does not find it. Raises InputError as `render` does.
+    """
+    given = json.dumps([messages, tools, flags], ensure_ascii=False, default=str)
+    mask = _Mask(tokenizer.added_tokens.values(), unavailable=template.text + given)
+    hidden_tools = mask.hide(tools, "type") if tools else None
+    rendered = template.render(mask.hide(messages, "role", "type"), add_generation_prompt, hidden_tools, **flags)
+    ids: list[int] = []
+    for piece in tokenizer.split(rendered):
+        ids += [piece] if isinstance(piece, int) else tokenizer.encode_plain(mask.restore(piece))
+    return ids
+
+
+def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer: generation_config.json's, then config.json's, then the tokenizer's, each once."""
+    return tuple(dict.fromkeys(checkpoint.generation_eos_ids + checkpoint.config.eos_ids + tokenizer.eos_ids))
+
+
+class _Mask:
+    """Hides added tokens in text: replaces one end of each by a character that occurs nowhere else, and back.
+
+    `unavailable` is all the text around, so that the characters can be chosen outside it.
+    """
+
+    def __init__(self, tokens: Iterable[str], unavailable: str) -> None:
+        self._tokens = [token for token in tokens if token]
+        self._beginnings = {token[:n] for token in self._tokens for n in range(1, len(token))}
+        self._endings = {token[n:] for token in self._tokens for n in range(1, len(token))}
+        self._longest = max(map(len, self._tokens), default=0)
+        taken = set(unavailable)
+        free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in taken)
+        outer = dict.fromkeys(character for token in self._tokens for character in (token[0], token[-1]))
+        self._marker = dict(zip(outer, free, strict=False))
+        self._original = str.maketrans({marker: character for character, marker in self._marker.items()})
+
+    def hide(self, value: Any, *verbatim: str) -> Any:
+        """`value` with its strings masked, keys too.
+
+        In the outer objects, which the template takes apart, keys stay as they are, and so does what they hold under
+        one key: `verbatim` names it for each depth.
+        """
+        if isinstance(value, str):
+            return self._hide_text(value)
+        if isinstance(value, Mapping):
+            if not verbatim:
+                return {self._hide_whole(key): self.hide(item) for key, item in value.items()}
+            kept, *deeper = verbatim
+            return {key: item if key == kept else self.hide(item, *deeper) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(item, *verbatim) for item in value]
+        return value
+
+    def restore(self, text: str) -> str:
+        """The text as it was before `hide`."""
+        return text.translate(self._original)
+
+    def _hide_whole(self, text: str) -> str:
+        """Mask the tokens that lie wholly in `text`: enough for a key, which stands between quotes."""
+        return self._replace(text, self._starts(text))
+
+    def _hide_text(self, text: str) -> str:
+        """Mask also the parts of tokens at either end, which the text that a template puts there could complete."""
+        positions = self._starts(text)
+        for n in range(1, min(self._longest, len(text) + 1)):
+            if text[-n:] in self._beginnings:
+                positions.add(len(text) - n)
+            if text[:n] in self._endings:
+                positions.add(n - 1)
+        return self._replace(text, positions)
+
+    def _starts(self, text: str) -> set[int]:
+        """Where tokens start in `text`; overlapping ones count each."""
+        positions: set[int] = set()
+        for token in self._tokens:
+            start = text.find(token)
+            while start >= 0:
+                positions.add(start)
+                start = text.find(token, start + 1)
+        return positions
+
+    def _replace(self, text: str, positions: set[int]) -> str:
+        characters = list(text)
+        for position in positions:
+            characters[position] = self._marker[characters[position]]
+        return "".join(characters)
