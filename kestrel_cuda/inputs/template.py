@@ -59,7 +59,8 @@ class ChatTemplate:
             )
         # A template runs as Python: a conversation it was not written for fails as Python does.
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InputError(f"the chat template ({self.source}) refuses this conversation: {error}") from error
+            reason = " ".join(str(error).split())  # a template's own message may have several lines
+            raise InputError(f"the chat template ({self.source}) refuses this conversation: {reason}") from error
 
 
 def _find_templates(directory: Path, tokenizer_config: JsonObject) -> dict[str, str]:

@@ -263,7 +263,7 @@ def test_the_named_tokens_of_the_checkpoint_reach_its_template(directory: Path) 
 @pytest.mark.parametrize(
     "text",
     [
-        "{{ raise_exception('only one turn') }}",
+        "{{ raise_exception('only\\none turn') }}",
         "{{ messages[0].content.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].content + 1 }}",
