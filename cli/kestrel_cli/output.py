@@ -57,6 +57,20 @@ def error_line(text: str) -> None:
         discard(sys.stderr)
 
 
+class LossyStderr(io.TextIOBase):
+    """Standard error as a file for Rich: what its reader does not take is dropped, and the run goes on."""
+
+    def write(self, text: str) -> int:
+        error_line(text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
+
+
 def prepare_streams() -> None:
     """Make both streams fit to write any text to. Raises StdoutClosed when standard output was closed at the start."""
     if sys.stderr is None:

@@ -1,0 +1,164 @@
+"""Where a prompt comes from: the argument, a file, a conversation, token ids or standard input. Knows no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kestrel_cli import options
+from kestrel_cli.settings import Settings
+from kestrel_cuda.errors import InputError
+
+BUILT_IN_QUESTION = "What is a residency window, in one sentence?"
+_ROLES = ("system", "user", "assistant", "tool")
+_STDIN = Path("-")
+
+Message = dict[str, object]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation for the chat template."""
+
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class RawPrompt:
+    """Text that goes to the tokenizer as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class IdsPrompt:
+    """Token ids that go to the model as they are."""
+
+    ids: list[int]
+
+
+Prompt = ChatPrompt | RawPrompt | IdsPrompt
+
+
+def standard_input() -> BinaryIO | None:
+    """Standard input if there may be a prompt in it: None when it is closed or a terminal."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return None
+    return sys.stdin.buffer
+
+
+def read_prompt(settings: Settings, stdin: BinaryIO | None) -> tuple[Prompt, list[str]]:
+    """The prompt that the settings name, and what is worth saying about where it came from.
+
+    Raises InputError when a source cannot be read, is not UTF-8, or is empty with --raw.
+    """
+    ids = settings[options.IDS]
+    if ids is not None:
+        return IdsPrompt(list(ids)), []
+    messages_file = settings[options.MESSAGES]
+    if messages_file is not None:
+        messages, notes = _conversation(_file_text(messages_file, stdin), str(messages_file))
+        return ChatPrompt(messages), notes
+    text, notes = _text(settings, stdin)
+    if settings[options.RAW]:
+        if not text:
+            raise InputError("the prompt is empty; --raw needs at least one character")
+        return RawPrompt(text), notes
+    system = settings[options.SYSTEM]
+    messages = [] if system is None else [_message("system", _unicode(system, "the system message"))]
+    return ChatPrompt([*messages, _message("user", text)]), notes
+
+
+def _text(settings: Settings, stdin: BinaryIO | None) -> tuple[str, list[str]]:
+    argument, file = settings[options.PROMPT], settings[options.PROMPT_FILE]
+    if argument is not None and argument != "-":
+        return _unicode(argument, "the prompt"), []
+    if argument == "-":
+        file = _STDIN
+    if file is not None:
+        return _file_text(file, stdin), []
+    text = _stdin_text(stdin)
+    if text:
+        return text, []
+    return BUILT_IN_QUESTION, [f"no prompt given; asking: {BUILT_IN_QUESTION}"]
+
+
+def _file_text(file: Path, stdin: BinaryIO | None) -> str:
+    """A file's text; `-` is standard input, a terminal too."""
+    if file == _STDIN:
+        return _stdin_text(stdin or (sys.stdin.buffer if sys.stdin is not None and not sys.stdin.closed else None))
+    try:
+        return decode(file.read_bytes(), str(file))
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _stdin_text(stdin: BinaryIO | None) -> str:
+    try:
+        return decode((stdin.read() if stdin is not None else b"") or b"", "standard input")
+    except OSError as error:
+        raise InputError(f"standard input cannot be read: {error.strerror or error}") from error
+
+
+def decode(data: bytes, source: str) -> str:
+    """UTF-8 bytes as text, without a byte order mark and one final line end.
+
+    Raises InputError naming the offset of the first byte that is not UTF-8.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source}: not UTF-8 at byte {error.start}") from error
+    text = text.removeprefix("\ufeff")
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def _unicode(text: str, source: str) -> str:
+    """Text from the command line or a variable; bytes that were not UTF-8 there arrive as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        offset = len(os.fsencode(text[: error.start]))
+        raise InputError(f"{source}: not UTF-8 at byte {offset}") from error
+    return text
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _conversation(text: str, source: str) -> tuple[list[Message], list[str]]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source}: not JSON: {error}") from error
+    notes = []
+    if isinstance(document, dict) and "messages" in document:
+        ignored = sorted(set(document) - {"messages"})
+        if ignored:
+            notes.append(f"{source}: only messages is used, not {', '.join(ignored)}")
+        document = document["messages"]
+    if not isinstance(document, list) or not document:
+        raise InputError(f"{source}: not a conversation; needed: a list of messages, or an object with messages")
+    return [_checked(message, f"{source}: message {index}") for index, message in enumerate(document)], notes
+
+
+def _checked(message: object, where: str) -> Message:
+    """One message with a known role and its content as one text."""
+    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        raise InputError(f"{where} is not an object with role and content, and nothing else")
+    role, content = message["role"], message["content"]
+    if role not in _ROLES:
+        raise InputError(f"{where} has the role {role!r}; known: {', '.join(_ROLES)}")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return _message(role, "".join(_part_text(part, where) for part in parts))
+
+
+def _part_text(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InputError(f"{where} has content that is not text; pictures cannot be asked about yet")
+    return _unicode(part["text"], where)

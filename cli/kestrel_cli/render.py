@@ -1,0 +1,172 @@
+"""Standard error for people: progress, load report, per-token table, summary. The only file that imports rich.
+
+Text of the model or of a file is never markup here, and never a control character.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TextIO, cast
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kestrel_cli.options import TableRows
+from kestrel_cli.output import LossyStderr, escape_controls
+from kestrel_cuda.report import LoadReport, RunReport, Token
+from kestrel_cuda.sizes import format_size
+
+_LAST_ROWS = 32
+
+OnProgress = Callable[[str, int, int], None]
+
+
+class Screen:
+    """Standard error. Colour and progress only on a terminal that NO_COLOR and TERM=dumb do not rule out."""
+
+    def __init__(self, quiet: bool, variables: Mapping[str, str]) -> None:
+        dumb = variables.get("TERM", "") in ("dumb", "unknown")
+        self._fancy = sys.stderr.isatty() and not dumb and not variables.get("NO_COLOR")
+        self._console = Console(
+            file=cast(TextIO, LossyStderr()),
+            quiet=quiet,
+            force_terminal=self._fancy,
+            color_system="auto" if self._fancy else None,
+            no_color=not self._fancy,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            soft_wrap=True,
+        )
+
+    @contextmanager
+    def progress(self) -> Iterator[OnProgress | None]:
+        """A bar for each stage that is reported while the block runs, gone after it; None where none is shown."""
+        if not self._fancy or self._console.quiet:
+            yield None
+            return
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        with Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as bars:
+            tasks: dict[str, TaskID] = {}
+
+            def advance(stage: str, done: int, total: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = bars.add_task(escape_controls(stage), total=total)
+                bars.update(tasks[stage], completed=done, total=total)
+
+            yield advance
+
+    def notes(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self._console.print(Text(escape_controls(text)))
+
+    def warnings(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self._console.print(Text("warning: ", style="yellow"), Text(escape_controls(text)), sep="")
+
+    def load_report(self, load: LoadReport, settings: Mapping[str, Mapping[str, object]]) -> None:
+        """What was loaded, where to, and with which settings."""
+        window = "every layer resident" if load.keep == 0 else f"window of {load.keep} of {load.num_layers} layers"
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in load.dtypes.items())
+        quant = ", ".join(f"{name} {kind}" for name, kind in load.quant.items())
+        end_ids = ", ".join(map(str, load.eos_ids)) or "none"
+        self._facts(
+            [
+                ("model", f"{load.model}: {load.num_layers} layers, {load.num_weights} weights; stored as {dtypes}"),
+                ("quant", f"{quant}{'; lm_head tied to the embeddings' if load.tied else ''}"),
+                ("prompt form", f"template: {load.template_source or 'none'}; end ids: {end_ids}"),
+                ("backend", f"{load.backend}, {load.device}; {window}; embeddings on the {load.embeddings_on}"),
+                ("memory", f"{format_size(load.planned_device_bytes)} planned; {load.ctx} tokens of context, "
+                           f"{load.prefill_chunk} at a time"),
+                ("loaded in", f"{load.load_ms:.0f} ms"),
+            ]
+        )  # fmt: skip
+        self.settings(settings)
+        self.notes(load.notes)
+
+    def settings(self, settings: Mapping[str, Mapping[str, object]]) -> None:
+        """Every setting and its value, under the source it came from."""
+        self._facts([("settings", line) for line in _by_source(settings)])
+
+    def table(self, tokens: Sequence[Token], end_ids: Iterable[int], rows: TableRows) -> None:
+        """One row a token: step, id, text piece, milliseconds; the last 32 unless all are asked for."""
+        shown = {"all": tokens, "last": tokens[-_LAST_ROWS:], "none": ()}[rows]
+        if not shown:
+            return
+        table = Table(box=box.SIMPLE_HEAD if self._fancy else box.ASCII2)
+        for name in ("step", "id"):
+            table.add_column(name, justify="right")
+        table.add_column("text", overflow="fold")
+        table.add_column("ms", justify="right")
+        ends = set(end_ids)
+        for token in shown:
+            piece = "(end)" if token.token_id in ends else f'"{escape_controls(token.text)}"'
+            table.add_row(str(token.step), str(token.token_id), Text(piece), f"{token.time_ms:.2f}")
+        self._console.print(table)
+        if len(shown) < len(tokens):
+            self.notes([f"the last {len(shown)} of {len(tokens)} tokens; --table all shows every one"])
+
+    def summary(self, load: LoadReport, run: RunReport) -> None:
+        """What the run took and moved."""
+        timing, residency = run.timing, run.residency
+        facts = [
+            ("prompt", f"{len(run.prompt_ids)} tokens, {timing.prefill_ms:.1f} ms"),
+            ("answer", f"{len(run.ids)} tokens, ended by {run.stop_reason}"),
+            ("first token", f"{timing.ttft_ms:.1f} ms, loading left out"),
+        ]
+        median = timing.tpot_ms_median
+        if median:
+            facts.append(("per token", f"{median:.2f} ms (median), {1000 / median:.1f} tok/s"))
+        facts += [
+            ("read", f"{format_size(run.bytes_read_per_token)} a token{_read_rate(run)}"),
+            ("resident", f"{residency.weights_resident_end} of {load.num_weights} weights, "
+                         f"{residency.layers_resident_end} of {load.num_layers} layers; at most "
+                         f"{residency.peak_layers} layers and {format_size(residency.peak_device_bytes)} at once"),
+            ("uploads", f"{residency.uploads_per_token:g} layers, "
+                        f"{format_size(residency.h2d_bytes_per_token)} a token"),
+        ]  # fmt: skip
+        self._facts(facts)
+
+    def _facts(self, facts: Iterable[tuple[str, str]]) -> None:
+        previous = ""
+        for name, fact in facts:
+            label = "" if name == previous else name
+            self._console.print(Text(f"{label:12}", style="bold"), Text(escape_controls(fact)))
+            previous = name
+
+
+def _by_source(settings: Mapping[str, Mapping[str, object]]) -> list[str]:
+    lines: dict[str, list[str]] = {}
+    for name, setting in settings.items():
+        lines.setdefault(str(setting["source"]), []).append(f"{name}={_words(setting['value'])}")
+    return [f"{source}: {' '.join(words)}" for source, words in lines.items()]
+
+
+def _words(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "unset" if value is None else str(value)
+
+
+def _read_rate(run: RunReport) -> str:
+    if run.read_gb_per_s is None:
+        return ""
+    rate = f", {run.read_gb_per_s:.1f} GB/s"
+    if run.device_read_gb_per_s is None:
+        return rate
+    share = 100 * run.read_gb_per_s / run.device_read_gb_per_s
+    return f"{rate}, {share:.0f} % of the card's {run.device_read_gb_per_s:.0f} GB/s"

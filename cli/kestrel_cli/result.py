@@ -1,0 +1,36 @@
+"""The objects that --json prints, built from reports. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from kestrel_cli.settings import Settings
+from kestrel_cuda import __version__
+from kestrel_cuda.report import LoadReport, RunReport
+
+
+def run_result(load: LoadReport, run: RunReport, settings: Settings, warnings: Iterable[str]) -> dict[str, object]:
+    """Everything a run says, in plain JSON types."""
+    return {
+        "version": __version__,
+        "model": load.model,
+        "backend": load.backend,
+        "device": load.device,
+        "prompt_ids": list(run.prompt_ids),
+        "n_prompt": len(run.prompt_ids),
+        "ids": list(run.ids),
+        "text": run.text,
+        "stop_reason": run.stop_reason,
+        "eos_ids": list(load.eos_ids),
+        "template_source": load.template_source,
+        "tied": load.tied,
+        "dtypes": load.dtypes,
+        "quant": load.quant,
+        "keep": load.keep or "off",
+        "settings": settings.as_json(),
+        "residency": asdict(run.residency),
+        "timing": asdict(run.timing),
+        "logits_sha256": run.logits_sha256,
+        "warnings": list(warnings),
+    }

@@ -1,0 +1,246 @@
+"""The program as a process: signals, closed pipes, terminals, and what it costs to ask for help."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = str(ROOT / "tests" / "cli" / "fake_engine.py")
+ENDLESS = {"endless": True, "pause_s": 0.01}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "LC_ALL")}
+    return {**kept, "PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", **variables}
+
+
+def command(*arguments: str, **fields: object) -> list[str]:
+    return [sys.executable, "-X", "faulthandler", FAKE, json.dumps(fields), *arguments]
+
+
+def start(*arguments: str, **fields: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments, **fields),
+        env=environment(),
+        text=True,
+        encoding="utf-8",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def shell(script: str, *arguments: str, **fields: object) -> subprocess.CompletedProcess[str]:
+    """Run `script` with the command line as "$@" in it; bash, for its PIPESTATUS."""
+    return subprocess.run(
+        ["bash", "-c", script, "bash", *command(*arguments, **fields)],
+        env=environment(),
+        text=True,
+        encoding="utf-8",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def read_some(stream: IO[str] | None) -> str:
+    assert stream is not None
+    return stream.read(5)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_with_what_it_has(number: signal.Signals, exit_code: int) -> None:
+    process = start("run", "hi", "-n", "100000", **ENDLESS)
+    begun = read_some(process.stdout)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == exit_code
+    text, token_ids = (begun + out).rsplit("\n", 2)[:2]
+    assert text.startswith("Hello")
+    assert text in "Hello, wörld" * 10000
+    num_ids = len(token_ids.removeprefix("TOKIDS: ").split())
+    assert num_ids == len(re.findall("Hello|, |wörld", text))
+    assert "ended by interrupt" in err
+    assert err.endswith("kestrel-cuda: interrupted\n")
+    assert "Traceback" not in err
+
+
+def test_a_signal_leaves_json_whole() -> None:
+    process = start("run", "hi", "-n", "100000", "--json", **ENDLESS)
+    wait_for(process.stderr, "no GPU here")
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    result = json.loads(out)
+    assert result["stop_reason"] == "interrupt"
+    assert "Traceback" not in err
+
+
+def test_a_signal_before_the_first_token_is_an_error_object(tmp_path: Path) -> None:
+    fifo = tmp_path / "prompt"
+    os.mkfifo(fifo)
+    process = start("run", "--prompt-file", str(fifo), "--json")
+    with fifo.open("w"):
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert json.loads(out) == {"error": {"kind": "interrupt", "message": "interrupted"}}
+    assert err == "kestrel-cuda: interrupted\n"
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    # Nobody reads: winding down blocks on the full pipe.
+    process = start("run", "hi", "-n", "1000000", endless=True, pieces=["x" * 4096])
+    read_some(process.stdout)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == -signal.SIGINT
+    process.communicate()
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    ran = shell("trap '' INT; \"$@\" & sleep 1.5; kill -INT $!; wait $!", "run", "hi", pause_s=0.6)
+    assert ran.returncode == 0
+    assert ran.stdout.endswith("TOKIDS: 10 11 12 99\n")
+
+
+@pytest.mark.parametrize("arguments", [("run", "hi"), ("run", "hi", "--json"), ("run", "--bad", "--json"), ("--help",)])
+@pytest.mark.parametrize("script", ['(sleep 0.3; exec "$@") | true; exit ${PIPESTATUS[0]}', '"$@" >&-'])
+def test_a_closed_standard_output_ends_it_silently(script: str, arguments: tuple[str, ...]) -> None:
+    ran = shell(script, *arguments)
+    assert ran.returncode == 141
+    for noise in ("Exception ignored", "Traceback", "BrokenPipe", "Errno"):
+        assert noise not in ran.stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_it() -> None:
+    ran = shell('"$@" --quiet | head -c 5; exit ${PIPESTATUS[0]}', "run", "hi", "-n", "100000", **ENDLESS)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (141, "Hello", "")
+
+
+def test_a_full_disk_is_the_users_to_mend() -> None:
+    for arguments in (("run", "hi"), ("run", "hi", "--json")):
+        ran = shell('"$@" --quiet > /dev/full', *arguments)
+        assert ran.returncode == 2
+        assert ran.stderr == "kestrel-cuda: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("script", ['"$@" 2>&-', '"$@" 2> >(true)', '"$@" 2>/dev/full'])
+def test_a_closed_standard_error_changes_nothing(script: str) -> None:
+    ran = shell(script, "run", "hi", pause_s=0.1)
+    assert ran.returncode == 0
+    assert ran.stdout == "Hello, wörld\nTOKIDS: 10 11 12 99\n"
+
+
+def test_a_closed_standard_input_asks_the_built_in_question() -> None:
+    ran = shell('"$@" <&-', "run")
+    assert ran.returncode == 0
+    assert "no prompt given" in ran.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX", "C.UTF-8"])
+def test_text_of_any_script_is_written_in_any_locale(locale: str) -> None:
+    ran = subprocess.run(
+        command("run", "hi"),
+        env=environment(LC_ALL=locale, PYTHONIOENCODING="ascii" if locale == "POSIX" else ""),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0
+    assert ran.stdout.startswith(b"Hello, w\\xf6rld" if locale == "POSIX" else "Hello, wörld".encode())
+
+
+def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
+    """Run with all three streams on a terminal; its exit code and everything it wrote."""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        command(*arguments),
+        env=environment(**variables),
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+    )
+    os.close(child)
+    written = b""
+    while True:
+        try:
+            written += os.read(parent, 65536)
+        except OSError:
+            # EIO is Linux's way to say that the other side is closed.
+            break
+    os.close(parent)
+    return process.wait(timeout=30), written.decode()
+
+
+def test_a_terminal_gets_progress_and_colour() -> None:
+    exit_code, written = on_a_terminal("run", TERM="xterm-256color")
+    assert exit_code == 0
+    assert "quantizing" in written
+    assert "\x1b[" in written
+    assert "no prompt given" in written
+    assert "TOKIDS: 10 11 12 99\r\n" in written
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
+def test_a_plain_terminal_gets_neither(variables: dict[str, str]) -> None:
+    exit_code, written = on_a_terminal("run", "hi", **variables)
+    assert exit_code == 0
+    assert "quantizing" not in written
+    assert "\x1b" not in written
+    assert "Hello, wörld\r\nTOKIDS: 10 11 12 99\r\n" in written
+
+
+@pytest.mark.parametrize("variables", [{"FORCE_COLOR": "1", "TERM": "xterm-256color"}, {"TTY_COMPATIBLE": "1"}])
+def test_without_a_terminal_there_is_neither(variables: dict[str, str]) -> None:
+    ran = subprocess.run(
+        command("run", "hi"), env=environment(**variables), capture_output=True, text=True, timeout=60, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert "quantizing" not in ran.stderr
+    assert "\x1b" not in ran.stderr + ran.stdout
+
+
+def test_help_waits_for_nothing_heavy() -> None:
+    script = "import sys; from kestrel_cli import app; app.execute(['run', '--help'], {}); print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
+    loaded = set(ran.stdout.splitlines()[-1].split())
+    assert loaded.isdisjoint({"cupy", "numpy", "tokenizers", "rich", "jinja2", "safetensors", "kestrel_cuda.engine"})
+
+
+def wait_for(stream: IO[str] | None, text: str) -> None:
+    assert stream is not None
+    for line in stream:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} was never written")
+
+
+def test_the_module_is_the_program() -> None:
+    ran: subprocess.CompletedProcess[Any] = subprocess.run(
+        [sys.executable, "-m", "kestrel_cuda", "--version"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0
+    assert ran.stdout.startswith("kestrel-cuda ")

@@ -1,0 +1,176 @@
+"""Where a prompt comes from, byte for byte (case D34, text only)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from kestrel_cli import options
+from kestrel_cli.prompt import BUILT_IN_QUESTION, ChatPrompt, IdsPrompt, Prompt, RawPrompt, decode, read_prompt
+
+from kestrel_cuda.errors import InputError
+
+
+def prompt(flags: dict[str, str | bool], stdin: bytes | BinaryIO | None = None) -> Prompt:
+    stream = io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin
+    return read_prompt(options.settle(options.RUN, flags, {}), stream)[0]
+
+
+def user(text: str) -> ChatPrompt:
+    return ChatPrompt([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("text", ["", " ", "hi\n", "\ufeffhi", "你好 👍", "<|im_end|>"])
+def test_the_argument_is_taken_as_typed(text: str) -> None:
+    assert prompt({"prompt": text}, b"not read") == user(text)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"hi", "hi"),
+        (b"hi\n", "hi"),
+        (b"hi\r\n", "hi"),
+        (b"hi\n\n", "hi\n"),
+        (b"hi\r\n\r\n", "hi\r\n"),
+        (b"hi\r", "hi\r"),
+        (b"\xef\xbb\xbfhi\n", "hi"),
+        (b"\xef\xbb\xbf\xef\xbb\xbfhi", "\ufeffhi"),
+        (b" hi \n", " hi "),
+        ("é👍".encode(), "é👍"),
+    ],
+)
+def test_a_byte_order_mark_and_one_line_end_are_dropped(data: bytes, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(data)
+    assert prompt({}, data) == user(text)
+    assert prompt({"prompt_file": str(file)}) == user(text)
+    assert prompt({"prompt_file": str(file), "raw": True}) == RawPrompt(text)
+
+
+@pytest.mark.parametrize(
+    ("data", "offset"), [(b"\xff", 0), (b"ab\xe9 cd", 2), (b"\xef\xbb\xbfa\xff", 4), (b"ab\xe4\xbd", 2)]
+)
+def test_what_is_not_utf8_is_refused_by_its_offset(data: bytes, offset: int) -> None:
+    with pytest.raises(InputError, match=f"^here: not UTF-8 at byte {offset}$"):
+        decode(data, "here")
+    with pytest.raises(InputError, match=f"^the prompt: not UTF-8 at byte {offset}$"):
+        prompt({"prompt": os.fsdecode(data)})
+
+
+@pytest.mark.parametrize("stdin", [None, b"", b"\n", b"\xef\xbb\xbf\r\n"])
+@pytest.mark.parametrize("flags", [{}, {"raw": True}])
+def test_without_a_prompt_a_question_is_asked_and_said(stdin: bytes | None, flags: dict[str, str | bool]) -> None:
+    settings = options.settle(options.RUN, flags, {})
+    found, notes = read_prompt(settings, io.BytesIO(stdin) if stdin is not None else None)
+    assert found == (RawPrompt(BUILT_IN_QUESTION) if flags else user(BUILT_IN_QUESTION))
+    assert notes == [f"no prompt given; asking: {BUILT_IN_QUESTION}"]
+
+
+def test_a_prompt_that_was_given_is_not_talked_about() -> None:
+    assert read_prompt(options.settle(options.RUN, {}, {}), io.BytesIO(b"hi"))[1] == []
+
+
+@pytest.mark.parametrize("flags", [{"prompt": "-"}, {"prompt_file": "-"}])
+def test_a_dash_is_standard_input(flags: dict[str, str | bool]) -> None:
+    assert prompt(flags, b"hi\n") == user("hi")
+    assert prompt(flags, b"") == user("")
+    assert prompt({"messages": "-"}, b'[{"role": "user", "content": "hi"}]') == user("hi")
+
+
+@pytest.mark.parametrize("flags", [{"prompt": ""}, {"prompt": "-"}, {"prompt_file": os.devnull}])
+def test_an_empty_prompt_needs_a_template(flags: dict[str, str | bool]) -> None:
+    assert prompt(flags, b"") == user("")
+    with pytest.raises(InputError, match="the prompt is empty; --raw needs at least one character"):
+        prompt({**flags, "raw": True}, b"")
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    assert prompt({"ids": "1,2"}, b"not read") == IdsPrompt([1, 2])
+
+
+def test_a_system_message_comes_first() -> None:
+    assert prompt({"prompt": "hi", "system": ""}) == ChatPrompt(
+        [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
+    )
+    with pytest.raises(InputError, match="the system message: not UTF-8 at byte 0"):
+        prompt({"prompt": "hi", "system": "\udcff"})
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "Two?"},
+]
+
+
+@pytest.mark.parametrize("document", [CONVERSATION, {"messages": CONVERSATION}])
+@pytest.mark.parametrize("prefix", [b"", b"\xef\xbb\xbf"])
+def test_a_conversation_is_a_list_or_an_object_with_one(document: object, prefix: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    file.write_bytes(prefix + json.dumps(document).encode())
+    assert prompt({"messages": str(file)}) == ChatPrompt(CONVERSATION)  # type: ignore[arg-type]
+
+
+def test_text_parts_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert prompt({"messages": "-"}, json.dumps([{"role": "user", "content": parts}]).encode()) == user("ab")
+
+
+def test_what_else_an_object_holds_is_said_to_be_unused() -> None:
+    settings = options.settle(options.RUN, {"messages": "-"}, {})
+    document = {"messages": CONVERSATION, "tools": [], "model": "x"}
+    assert read_prompt(settings, io.BytesIO(json.dumps(document).encode()))[1] == [
+        "-: only messages is used, not model, tools"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("1" * 5000, "not JSON"),
+        ("[]", "not a conversation"),
+        ("{}", "not a conversation"),
+        ('"hi"', "not a conversation"),
+        ('{"messages": "hi"}', "not a conversation"),
+        ('["hi"]', "message 0 is not an object with role and content"),
+        ('[{"role": "user"}]', "message 0 is not an object with role and content"),
+        ('[{"role": "user", "content": "a", "tool_calls": []}]', "message 0 is not an object with role and content"),
+        (
+            '[{"role": "user", "content": "a"}, {"role": "bot", "content": "a"}]',
+            "message 1 has the role 'bot'; known: ",
+        ),
+        ('[{"role": ["user"], "content": "a"}]', "message 0 has the role"),
+        ('[{"role": "user", "content": null}]', "content that is not text"),
+        ('[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]', "pictures cannot be asked about yet"),
+        ('[{"role": "user", "content": "\\ud800"}]', "not UTF-8"),
+    ],
+)
+def test_a_damaged_conversation_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^-: {message}|{message}"):
+        prompt({"messages": "-"}, text.encode())
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("prompt_file", "messages"):
+        with pytest.raises(InputError, match=r"missing\.txt: cannot be read: No such file"):
+            prompt({name: str(tmp_path / "missing.txt")})
+        with pytest.raises(InputError, match="cannot be read: Is a directory"):
+            prompt({name: str(tmp_path)})
+
+
+def test_a_standard_input_that_cannot_be_read_is_refused() -> None:
+    class Broken(io.BytesIO):
+        def read(self, _size: int | None = -1) -> bytes:
+            raise IsADirectoryError(21, "Is a directory")
+
+    with pytest.raises(InputError, match="standard input cannot be read: Is a directory"):
+        prompt({}, Broken())
