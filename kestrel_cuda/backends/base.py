@@ -1,0 +1,218 @@
+"""The backend protocol: device memory, and the fused steps of a decoder layer. Knows nothing of checkpoints or windows.
+
+The steps are what one kernel can do, not tensor algebra, so a backend may make each a single launch and a whole token a
+single submission. `backends/cpu.py` is their definition in plain NumPy.
+
+Axis letters, outermost first, the last one contiguous:
+    t token   m row   n output   k input   g group   h head   d head channel   s cache slot   l layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kestrel_cuda.quant.packed import PackedGeometry, SlabEntry, SlabLayout
+from kestrel_cuda.weight_keys import Projection
+
+Array: TypeAlias = Any
+"""An array of the backend: NumPy's or CuPy's."""
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Device memory in bytes: what the driver says, and what this backend holds now and held at most."""
+
+    free_bytes: int
+    total_bytes: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    used_at_start_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """One packed matrix on the device: codes and scales (None for floats), shaped as its geometry says."""
+
+    geometry: PackedGeometry
+    codes_kn: Array
+    scales_gn: Array | None
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Device bytes that hold every packed matrix of one layer; `layout.layer` is whoever used it first."""
+
+    layout: SlabLayout
+    raw: Array
+    weights: Mapping[Projection, DeviceWeight]
+
+
+@dataclass(frozen=True)
+class SourceMatrix:
+    """A matrix as the checkpoint stores it: [N, K] of uint16 (bf16 bits), float16 or float32."""
+
+    name: str
+    data: NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """What packing found in one source matrix."""
+
+    name: str
+    num_nonfinite_groups: int
+    num_oversized_scales: int
+    num_lost_groups: int
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The input rows of a linear: float32 values [m, k], or int8 codes [m, k_padded] with scales [m, k_padded / 32]."""
+
+    num_inputs: int
+    values_mk: Array | None
+    codes_mk: Array | None
+    scales_mg: Array | None
+
+
+@dataclass(frozen=True)
+class KvLayer:
+    """Keys and values of one layer: [kv_heads, ctx, head_dim] of float16 or float32."""
+
+    k_hsd: Array
+    v_hsd: Array
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """What decoding keeps on the device: token ids by cache slot [ctx + 1], the number of slots filled [1], the id
+    chosen last [1], and the rotation table [ctx, head_dim / 2] by cache slot."""
+
+    tokens: Array
+    position: Array
+    chosen: Array
+    cos_sd: Array
+    sin_sd: Array
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of the attention, and where keys and values start in a row of the joint projection."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    k_column: int
+    v_column: int
+    norm_eps: float
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+class Packer(Protocol):
+    """Turns source matrices into packed ones, with scratch memory of its own until closed."""
+
+    def pack(self, slab: Slab, entry: SlabEntry, members: Sequence[SourceMatrix]) -> None:
+        """Quantize `members` (rows of the same K) side by side into `entry` of `slab`."""
+
+    def finish(self) -> list[PackedTensor]:
+        """Wait for everything packed since the last call and say what was found, in order."""
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Device memory and the steps of a layer. Every step runs in submission order and may return before it is done."""
+
+    name: str
+    device_name: str
+    num_load_threads: int
+    can_capture: bool
+
+    # memory
+    def memory(self) -> MemoryInfo: ...
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array: ...
+    def to_device(self, array: NDArray[Any]) -> Array: ...
+    def to_host(self, array: Array) -> NDArray[Any]: ...
+    def write(self, target: Array, source: NDArray[Any]) -> None: ...
+    def copy(self, target: Array, source: Array) -> None: ...
+    def map_host(self, array: NDArray[Any]) -> Array:
+        """An array that steps can read while its bytes stay in host memory."""
+
+    def allocate_slab(self, layout: SlabLayout) -> Slab: ...
+    def free_slab(self, slab: Slab) -> None: ...
+    def host_slab(self, layout: SlabLayout) -> NDArray[np.uint8]: ...
+    def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None: ...
+    def download(self, host: NDArray[np.uint8], slab: Slab) -> None: ...
+    def packer(self) -> Packer: ...
+    def host_pinned_bytes(self) -> int: ...
+
+    # time
+    def mark(self) -> Any: ...
+    def elapsed_ms(self, start: Any, end: Any) -> float: ...
+    def synchronize(self) -> None: ...
+    def capture(self, steps: Callable[[], None]) -> Callable[[], None]:
+        """A callable that replays what `steps` submits; `steps` must use the same arrays each time."""
+
+    def read_rate_gb_per_s(self) -> float | None:
+        """Measured rate of reading device memory; None where the question has no meaning."""
+
+    # steps
+    def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation: ...
+    def embed(self, table: Array, state: SequenceState, h_mk: Array, num_rows: int) -> None:
+        """h[row] = table[tokens[position + row]], widened to float32."""
+
+    def norm(self, h_mk: Array, weight_k: Array, eps: float, out: Activation, num_rows: int) -> None:
+        """RMSNorm of rows, into whatever form `out` has."""
+
+    def linear(
+        self, x: Activation, weight: DeviceWeight, out_mn: Array, num_rows: int, *, column: int = 0, add: bool = False
+    ) -> None:
+        """out[:, column ...] = x @ weight, or += when `add`."""
+
+    def rope_store(
+        self,
+        qkv_mn: Array,
+        q_norm_d: Array,
+        k_norm_d: Array,
+        heads: HeadShape,
+        state: SequenceState,
+        kv: KvLayer,
+        q_mhd: Array,
+        num_rows: int,
+    ) -> None:
+        """RMSNorm and rotate queries and keys; keys and values go to cache slots position + row."""
+
+    def attend(
+        self,
+        q_mhd: Array,
+        kv: KvLayer,
+        heads: HeadShape,
+        state: SequenceState,
+        out: Activation,
+        num_rows: int,
+        num_slots: int,
+    ) -> None:
+        """Causal attention of each query over slots 0 .. position + row; `num_slots` is position + num_rows."""
+
+    def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
+        """Allocate what `attend` needs for these sizes, once."""
+
+    def silu_mul(self, gate_up_mn: Array, up_column: int, out: Activation, num_rows: int) -> None:
+        """silu(gate) * up, into whatever form `out` has."""
+
+    def choose(self, logits_v: Array, num_ids: int, state: SequenceState, num_rows: int) -> None:
+        """The best of the first `num_ids` logits, lowest id first among equals, goes to the state (-1 in `chosen` when
+        none is a number); the position moves on by `num_rows`."""
+
+    def advance(self, state: SequenceState, num_rows: int) -> None:
+        """Move the position on without choosing an id."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,96 @@
+"""Device and pinned memory taken straight from the runtime and counted to the byte. Knows nothing of what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from numpy.typing import DTypeLike, NDArray
+
+from kestrel_cuda.backends.base import MemoryInfo
+from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.sizes import format_size
+
+_REGISTER_MAPPED = 2
+
+
+class DeviceMemory:
+    """Every allocation of one device. CuPy's own pool is not used: what is freed goes back to the driver, and
+    `num_allocations` and `num_frees` count every call, those inside CuPy included."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._live: dict[int, int] = {}
+        self._registered: dict[int, NDArray[Any]] = {}
+        self.num_allocations = 0
+        self.num_frees = 0
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.pinned_bytes = 0
+        free, total = runtime.memGetInfo()
+        self.used_at_start_bytes = total - free
+        cupy.cuda.set_allocator(self._allocate_for_cupy)
+
+    def info(self) -> MemoryInfo:
+        free, total = runtime.memGetInfo()
+        return MemoryInfo(free, total, self.allocated_bytes, self.peak_bytes, self.used_at_start_bytes)
+
+    def allocate(self, num_bytes: int) -> Any:
+        """A pointer object CuPy arrays can stand on. Raises DeviceError when the device has no room."""
+        try:
+            address = runtime.malloc(max(num_bytes, 1))
+        except runtime.CUDARuntimeError as error:
+            free, total = runtime.memGetInfo()
+            raise DeviceError(
+                f"the GPU cannot give {format_size(num_bytes)}: {format_size(free)} of {format_size(total)} are free, "
+                f"{format_size(self.allocated_bytes)} are in use here; try a smaller --keep, --ctx or --quant q4_0 ({error})"
+            ) from None
+        self._live[address] = num_bytes
+        self.num_allocations += 1
+        self.allocated_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, num_bytes, self, self._device), 0)
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """A CuPy array of unset bytes."""
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return cupy.ndarray(shape, dtype, memptr=self.allocate(num_bytes))
+
+    def free(self, array: Any) -> None:
+        """Give an array of this object back to the driver."""
+        self._free_address(array.data.mem.ptr)
+
+    def close(self) -> None:
+        """Give everything back that is still held."""
+        for address in list(self._live):
+            self._free_address(address)
+        for address in list(self._registered):
+            runtime.hostUnregister(address)
+            del self._registered[address]
+        self.pinned_bytes = 0
+
+    def pin(self, array: NDArray[Any], *, mapped: bool = False) -> bool:
+        """Register touched host memory with the device; False when the driver refuses."""
+        try:
+            runtime.hostRegister(array.ctypes.data, array.nbytes, _REGISTER_MAPPED if mapped else 0)
+        except runtime.CUDARuntimeError:
+            return False
+        self._registered[array.ctypes.data] = array
+        self.pinned_bytes += array.nbytes
+        return True
+
+    def view_of_host(self, array: NDArray[Any]) -> Any:
+        """A CuPy array over registered host memory, read by kernels through the link."""
+        memory = cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, self._device)
+        return cupy.ndarray(array.shape, array.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    def _free_address(self, address: int) -> None:
+        self.allocated_bytes -= self._live.pop(address)
+        self.num_frees += 1
+        runtime.free(address)
+
+    def _allocate_for_cupy(self, num_bytes: int) -> Any:
+        self.num_allocations += 1
+        return cupy.cuda.memory._malloc(num_bytes)

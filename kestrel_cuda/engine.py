@@ -1,0 +1,278 @@
+"""A checkpoint ready to answer: builds the parts in order and owns them. Prints nothing, reads no environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kestrel_cuda.backends import open_backend, open_best_backend
+from kestrel_cuda.backends.base import Backend, PackedTensor, SequenceState, SourceMatrix
+from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
+from kestrel_cuda.checkpoint.reader import open_checkpoint
+from kestrel_cuda.checkpoint.tensor_file import widen
+from kestrel_cuda.config import EngineConfig, Quant
+from kestrel_cuda.errors import CheckpointError, InputError, InternalError
+from kestrel_cuda.generate import Generation, LogitsWish
+from kestrel_cuda.inputs.chat import encode_chat, end_ids
+from kestrel_cuda.inputs.template import ChatTemplate
+from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
+from kestrel_cuda.model.kv_cache import KvCache
+from kestrel_cuda.model.rope import rotation_table, text_positions
+from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
+from kestrel_cuda.model.weights import DecoderWeights, plan_weights
+from kestrel_cuda.plan import Plan, make_plan
+from kestrel_cuda.quant.packed import Element, SlabEntry
+from kestrel_cuda.report import LoadReport
+from kestrel_cuda.residency.store import WeightStore
+from kestrel_cuda.residency.window import PastOnlyWindow
+from kestrel_cuda.weight_keys import WeightKey
+
+_ELEMENTS = {"BF16": Element.BF16, "F16": Element.F16, "F32": Element.F32}
+
+Progress = Callable[[str, int, int], None]
+
+
+class Engine:
+    """`open` reads headers and the tokenizer; `load` plans and loads weights; `generate` answers.
+
+    One `load` at a time: loading again closes what was loaded before.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.checkpoint = open_checkpoint(config.model)
+        self.tokenizer = Tokenizer.load(config.model)
+        self.chat = ChatTemplate.load(config.model)
+        self.end_ids = end_ids(self.checkpoint, self.tokenizer)
+        self.backend: Backend | None = None
+        self.plan: Plan | None = None
+        self._weights: DecoderWeights | None = None
+        self._store: WeightStore | None = None
+        self._model: TextModel | None = None
+        self._state: SequenceState | None = None
+        self._load_ms = 0.0
+        self._embed_host_bytes = 0
+        self._read_gb_per_s: float | None = None
+
+    @classmethod
+    def open(cls, config: EngineConfig) -> Engine:
+        """Check a checkpoint and its tokenizer. Raises CheckpointError; allocates nothing on a device."""
+        return cls(config)
+
+    # prompts
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation through the checkpoint's template, ready for the answer."""
+        if self.chat is None:
+            raise InputError(
+                f"{self.config.model} has no chat template (chat_template.jinja, chat_template.json or "
+                "tokenizer_config.json); use --raw to give the prompt as it is"
+            )
+        return self._without_pictures(encode_chat(self.chat, self.tokenizer, messages))
+
+    def encode_raw(self, text: str) -> list[int]:
+        """Token ids of text as it is, added tokens included."""
+        return self._without_pictures(self.tokenizer.encode(text))
+
+    def check_ids(self, ids: Sequence[int]) -> list[int]:
+        """Ids given by the user, as they are. Raises InputError for one the vocabulary does not have."""
+        size = self.checkpoint.config.text.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < size:
+                raise InputError(f"token id {token_id} is outside the vocabulary; ids run from 0 to {size - 1}")
+        return self._without_pictures(list(ids))
+
+    def _without_pictures(self, ids: list[int]) -> list[int]:
+        config = self.checkpoint.config
+        for name, token_id in (("image", config.image_token_id), ("video", config.video_token_id)):
+            if token_id is not None and token_id in ids:
+                raise InputError(
+                    f"the prompt holds the {name} token ({token_id}) but no {name} comes with it; leave the token out"
+                )
+        return ids
+
+    # loading
+
+    def load(self, ctx: int, num_prompt: int | None = None, on_progress: Progress | None = None) -> LoadReport:
+        """Plan for `ctx` cache slots, then quantize and place the weights.
+
+        Raises DeviceError when the plan does not fit, CheckpointError when a weight cannot be quantized.
+        """
+        started = time.perf_counter()
+        self.unload()
+        config, model = self.config, self.checkpoint.config
+        notes, warnings = list(self.checkpoint.notes), list(self.checkpoint.warnings)
+        if self.chat is not None:
+            warnings += self.chat.warnings
+        backend = self._open_backend(notes)
+        quantized = config.quant is not Quant.NONE
+        weights = plan_weights(model, config.quant, self._stored_element)
+        embedding = self.checkpoint.tensor(EMBEDDING)
+        plan = make_plan(
+            config,
+            model,
+            weights,
+            backend.memory(),
+            ctx=ctx,
+            num_prompt=num_prompt or ctx,
+            embedding_bytes=embedding.data.nbytes,
+            on_gpu=backend.name == "cuda",
+        )
+        notes += plan.notes
+        if config.vram_bytes is None:
+            self._read_gb_per_s = backend.read_rate_gb_per_s()
+        self.backend, self.plan, self._weights = backend, plan, weights
+
+        store = WeightStore(
+            backend,
+            weights.layers,
+            weights.lm_head,
+            window=PastOnlyWindow(model.text.num_layers, plan.keep) if plan.keep else None,
+            preload=not config.lazy,
+            budget_bytes=plan.weight_budget_bytes,
+        )
+        self._store = store
+        found = store.load(self._members, lambda done, total: on_progress and on_progress("weights", done, total))
+        self._check_packed(found, warnings)
+
+        on_host = plan.embeddings_on == "host"
+        table = backend.map_host(embedding.data) if on_host else backend.to_device(embedding.data)
+        self._embed_host_bytes = embedding.data.nbytes if on_host else 0
+        cache = KvCache(backend, model.text, ctx, config.kv_dtype)
+        self._model = TextModel(
+            backend,
+            model.text,
+            weights,
+            store,
+            self._unquantized(backend, table),
+            cache,
+            max_rows=plan.prefill_chunk,
+            quantized=quantized,
+        )
+        self._state = self._sequence_state(backend, ctx)
+        backend.synchronize()
+        self._load_ms = (time.perf_counter() - started) * 1e3
+        return LoadReport(
+            backend=backend.name,
+            device=backend.device_name,
+            model=str(config.model),
+            num_layers=model.text.num_layers,
+            num_weights=store.num_weights,
+            quant=weights.quant_by_class,
+            dtypes=self.checkpoint.dtypes,
+            tied=self.checkpoint.tied,
+            eos_ids=self.end_ids,
+            template_source=self.chat.source if self.chat else None,
+            keep=plan.keep,
+            ctx=ctx,
+            prefill_chunk=plan.prefill_chunk,
+            embeddings_on=plan.embeddings_on,
+            planned_device_bytes=plan.total_bytes,
+            load_ms=self._load_ms,
+            notes=tuple(notes),
+            warnings=tuple(warnings),
+        )
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        ignore_eos: bool = False,
+        logits: LogitsWish = "none",
+        observe: Observer | None = None,
+    ) -> Generation:
+        """A greedy continuation of `prompt_ids`, started when it is iterated.
+
+        Raises InputError for an empty prompt or one that the loaded context cannot hold with an id after it.
+        """
+        if self._model is None or self._store is None or self._state is None or self.backend is None or self.plan is None:
+            raise InternalError("generate() was called before load()")
+        room = self.plan.ctx - len(prompt_ids)
+        if not prompt_ids:
+            raise InputError("the prompt is empty: there is no token to continue; give some text")
+        if room < 1:
+            raise InputError(
+                f"the prompt has {len(prompt_ids)} tokens but --ctx is {self.plan.ctx}; "
+                f"at least {len(prompt_ids) + 1} are needed"
+            )
+        self._store.reset_counters()
+        return Generation(
+            self.backend,
+            self._model,
+            self._store,
+            self._state,
+            list(prompt_ids),
+            max_new_tokens=min(max_new_tokens, room),
+            stop_ids=frozenset() if ignore_eos else frozenset(self.end_ids),
+            num_ids=min(self.tokenizer.size, self.checkpoint.config.text.vocab_size),
+            vocab_size=self.checkpoint.config.text.vocab_size,
+            prefill_chunk=self.plan.prefill_chunk,
+            stream=TextStream(self.tokenizer),
+            logits=logits,
+            load_ms=self._load_ms,
+            embed_host_bytes=self._embed_host_bytes,
+            device_read_gb_per_s=self._read_gb_per_s,
+            observe=observe,
+        )
+
+    def unload(self) -> None:
+        """Give back everything `load` took."""
+        if self.backend is not None:
+            self.backend.close()
+        self.backend = self.plan = self._weights = self._store = self._model = self._state = None
+
+    close = unload
+
+    def _open_backend(self, notes: list[str]) -> Backend:
+        if self.config.backend == "auto":
+            backend, reason = open_best_backend(self.config.device)
+            if reason:
+                notes.append(f"running on the CPU: {reason}")
+            return backend
+        return open_backend(self.config.backend, self.config.device)
+
+    def _stored_element(self, key: WeightKey) -> Element:
+        return _ELEMENTS[self.checkpoint.weight(key).dtype]
+
+    def _members(self, entry: SlabEntry) -> list[SourceMatrix]:
+        tensors = [self.checkpoint.weight(WeightKey(entry.key.layer, p)) for p in entry.key.projection.members]
+        return [SourceMatrix(tensor.name, tensor.data) for tensor in tensors]
+
+    def _check_packed(self, found: list[PackedTensor], warnings: list[str]) -> None:
+        for tensor in found:
+            if tensor.num_nonfinite_groups:
+                raise CheckpointError(f"{tensor.name} holds weights that are not finite; the checkpoint is damaged")
+            if tensor.num_oversized_scales:
+                raise CheckpointError(
+                    f"{tensor.name} needs a scale over 65504, the largest a float16 holds; use --quant none"
+                )
+        lost = [tensor for tensor in found if tensor.num_lost_groups]
+        if lost:
+            groups = sum(tensor.num_lost_groups for tensor in lost)
+            warnings.append(
+                f"{groups} groups of {len(lost)} tensors are too small for a float16 scale and became zero, "
+                f"the first in {lost[0].name}"
+            )
+
+    def _unquantized(self, backend: Backend, table: Any) -> Unquantized:
+        def norm(name: str) -> Any:
+            return backend.to_device(widen(self.checkpoint.tensor(name)))
+
+        layers = tuple(
+            LayerNorms(*(norm(norm_name(layer, n)) for n in (Norm.INPUT, Norm.POST_ATTENTION, Norm.Q, Norm.K)))
+            for layer in range(self.checkpoint.config.text.num_layers)
+        )
+        return Unquantized(table, layers, norm(FINAL_NORM))
+
+    def _sequence_state(self, backend: Backend, ctx: int) -> SequenceState:
+        cos_sd, sin_sd = rotation_table(self.checkpoint.config.text, text_positions(ctx))
+        return SequenceState(
+            tokens=backend.zeros((ctx + 1,), np.int32),
+            position=backend.zeros((1,), np.int32),
+            chosen=backend.zeros((1,), np.int32),
+            cos_sd=backend.to_device(cos_sd),
+            sin_sd=backend.to_device(sin_sd),
+        )

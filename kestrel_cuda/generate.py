@@ -1,0 +1,249 @@
+"""Prefill, then one id at a time, greedily. Knows no files, no flags and no terminal; text only as pieces it hands on.
+
+A token is submitted to the device whole; the host learns its id afterwards. Where every weight stays where it is, the
+token's launches are captured once for each number of attention splits and replayed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kestrel_cuda.backends.base import Array, Backend, SequenceState
+from kestrel_cuda.errors import InternalError
+from kestrel_cuda.inputs.tokenizer import TextStream
+from kestrel_cuda.model.text import LOGIT_ROWS, Observer, TextModel
+from kestrel_cuda.report import ResidencyReport, RunReport, StopReason, TimingReport, Token
+from kestrel_cuda.residency.store import WeightStore
+from kestrel_cuda.weight_keys import LM_HEAD_LAYER
+
+LogitsWish = Literal["none", "hash", "keep"]
+CAPTURE_SLOTS = 256
+"""A captured token serves every position with the same number of attention splits of this many slots."""
+
+
+class Generation:
+    """One prompt's greedy continuation: iterate for tokens, then ask for the report.
+
+    With `logits` "hash" the report holds a digest of every prompt and step logit, with "keep" they stay in
+    `prompt_logits` [S, V] and `step_logits` [n, V] as float32.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: TextModel,
+        store: WeightStore,
+        state: SequenceState,
+        prompt_ids: list[int],
+        *,
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        num_ids: int,
+        vocab_size: int,
+        prefill_chunk: int,
+        stream: TextStream,
+        logits: LogitsWish = "none",
+        load_ms: float = 0.0,
+        embed_host_bytes: int = 0,
+        device_read_gb_per_s: float | None = None,
+        observe: Observer | None = None,
+    ) -> None:
+        self._backend, self._model, self._store, self._state = backend, model, store, state
+        self._prompt_ids = prompt_ids
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = stop_ids
+        self._num_ids, self._vocab_size = num_ids, vocab_size
+        self._chunk = prefill_chunk
+        self._stream = stream
+        self._logits = logits
+        self._load_ms, self._embed_host_bytes = load_ms, embed_host_bytes
+        self._device_read_gb_per_s = device_read_gb_per_s
+        self._observe = observe
+
+        self._ids: list[int] = []
+        self._text: list[str] = []
+        self._stop_reason: StopReason | None = None
+        self._prefill_ms = self._ttft_ms = 0.0
+        self._decode_ms: list[float] = []
+        self._position = 0
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._hash = hashlib.sha256()
+        self._kept_steps: list[NDArray[np.float32]] = []
+        self._num_decode_passes = 0
+        self.prompt_logits: NDArray[np.float32] | None = None
+
+    @property
+    def step_logits(self) -> NDArray[np.float32] | None:
+        """Row i chose ids[i]; None unless logits are kept."""
+        if self._logits != "keep":
+            return None
+        return np.stack(self._kept_steps) if self._kept_steps else np.zeros((0, self._vocab_size), np.float32)
+
+    def __iter__(self) -> Iterator[Token]:
+        """Tokens as they are chosen. Raises InternalError when no logit is a number."""
+        before, hidden_sk = self._prefill()
+        chosen = self._read_chosen()
+        self._ttft_ms = self._backend.elapsed_ms(before, now := self._backend.mark())
+        first_step = self._step_logits_row()
+        yield self._take(chosen, self._ttft_ms)
+        if hidden_sk is not None:
+            self._collect_prompt_logits(hidden_sk)
+        self._collect_step(first_step)
+        while self._stop_reason is None:
+            self._decode()
+            chosen = self._read_chosen()
+            later = self._backend.mark()
+            self._decode_ms.append(self._backend.elapsed_ms(now, later))
+            now = later
+            self._collect_step(self._step_logits_row())
+            yield self._take(chosen, self._decode_ms[-1])
+
+    def interrupt(self) -> None:
+        """Stop here: the device finishes what it has been given, and the report says "interrupt"."""
+        self._backend.synchronize()
+        if self._stop_reason is None:
+            self._stop_reason = "interrupt"
+
+    def report(self) -> RunReport:
+        """What the run did. Raises InternalError while it is still going."""
+        if self._stop_reason is None:
+            raise InternalError("a report was asked for before the run had stopped")
+        tail = self._stream.finish()
+        if tail:
+            self._text.append(tail)
+        steady = self._decode_ms[1:] or self._decode_ms
+        tpot_ms = median(steady) if steady else None
+        read_bytes = self._store.bytes_per_pass
+        return RunReport(
+            prompt_ids=tuple(self._prompt_ids),
+            ids=tuple(self._ids),
+            text="".join(self._text),
+            stop_reason=self._stop_reason,
+            residency=self._residency(),
+            timing=TimingReport(self._load_ms, self._prefill_ms, self._ttft_ms, tuple(self._decode_ms), tpot_ms),
+            bytes_read_per_token=read_bytes,
+            read_gb_per_s=read_bytes / tpot_ms / 1e6 if tpot_ms else None,
+            device_read_gb_per_s=self._device_read_gb_per_s,
+            logits_sha256=None if self._logits == "none" else self._hash.hexdigest(),
+        )
+
+    def _prefill(self) -> tuple[Any, Array | None]:
+        backend, model, total = self._backend, self._model, len(self._prompt_ids)
+        hidden_sk = None
+        if self._logits != "none":
+            hidden_sk = backend.zeros((total, model.h_mk.shape[1]), np.float32)
+        backend.write(self._state.tokens[:total], np.array(self._prompt_ids, np.int32))
+        backend.write(self._state.position, np.zeros(1, np.int32))
+        backend.synchronize()
+        before = backend.mark()
+        while self._position < total:
+            rows = min(self._chunk, total - self._position)
+            self._store.begin_pass()
+            model.forward(self._state, rows, self._position + rows, self._observe)
+            if hidden_sk is not None:
+                backend.copy(hidden_sk[self._position : self._position + rows], model.h_mk[:rows])
+            self._position += rows
+            if self._position < total:
+                backend.advance(self._state, rows)
+        after = backend.mark()
+        model.logits(model.h_mk[rows - 1 : rows], 1)
+        backend.choose(model.logits_mv[0], self._num_ids, self._state, rows)
+        self._prefill_ms = backend.elapsed_ms(before, after)
+        return before, hidden_sk
+
+    def _decode(self) -> None:
+        self._position += 1
+        if not (self._backend.can_capture and self._store.is_static):
+            self._store.begin_pass()
+            self._submit_token(self._position)
+        else:
+            splits = -(-self._position // CAPTURE_SLOTS)
+            replay = self._replays.get(splits)
+            if replay is None:
+                # The first token of a split count runs plainly, which also loads every kernel the capture records.
+                self._store.begin_pass()
+                self._submit_token(self._position)
+                self._replays[splits] = self._backend.capture(lambda: self._submit_token(splits * CAPTURE_SLOTS))
+            else:
+                self._store.begin_pass()
+                self._store.count_resident_pass()
+                replay()
+        self._num_decode_passes += 1
+
+    def _submit_token(self, num_slots: int) -> None:
+        self._model.forward(self._state, 1, num_slots)
+        self._model.logits(self._model.h_mk, 1)
+        self._backend.choose(self._model.logits_mv[0], self._num_ids, self._state, 1)
+
+    def _read_chosen(self) -> int:
+        chosen = int(self._backend.to_host(self._state.chosen)[0])
+        if chosen < 0:
+            raise InternalError(f"no logit is a number at step {len(self._ids)}: the weights or the activations overflow")
+        return chosen
+
+    def _take(self, chosen: int, time_ms: float) -> Token:
+        self._ids.append(chosen)
+        if chosen in self._stop_ids:
+            self._stop_reason = "eos"
+            piece = ""
+        else:
+            piece = self._stream.push(chosen)
+            self._text.append(piece)
+            if len(self._ids) >= self._max_new_tokens:
+                self._stop_reason = "length"
+        return Token(len(self._ids) - 1, chosen, piece, time_ms)
+
+    def _step_logits_row(self) -> NDArray[np.float32] | None:
+        if self._logits == "none":
+            return None
+        row: NDArray[np.float32] = self._backend.to_host(self._model.logits_mv[0])[: self._vocab_size]
+        return row
+
+    def _collect_step(self, row_v: NDArray[np.float32] | None) -> None:
+        if row_v is None:
+            return
+        self._hash.update(np.ascontiguousarray(row_v))
+        if self._logits == "keep":
+            self._kept_steps.append(row_v)
+
+    def _collect_prompt_logits(self, hidden_sk: Array) -> None:
+        total = len(self._prompt_ids)
+        kept = np.empty((total, self._vocab_size), np.float32) if self._logits == "keep" else None
+        for first in range(0, total, LOGIT_ROWS):
+            rows = min(LOGIT_ROWS, total - first)
+            self._model.logits(hidden_sk[first : first + rows], rows)
+            block = self._backend.to_host(self._model.logits_mv[:rows])[:, : self._vocab_size]
+            self._hash.update(np.ascontiguousarray(block))
+            if kept is not None:
+                kept[first : first + rows] = block
+        self.prompt_logits = kept
+
+    def _residency(self) -> ResidencyReport:
+        store, counters = self._store, self._store.counters
+        cache, pool = store.cache, store.pool
+        passes = self._num_decode_passes
+        memory = self._backend.memory()
+        return ResidencyReport(
+            weights_resident_end=cache.num_weights,
+            layers_resident_end=sum(layer != LM_HEAD_LAYER for layer in cache.layers),
+            prefetched_layers=0,
+            peak_layers=counters.peak_layers,
+            peak_weight_bytes=counters.peak_weight_bytes,
+            uploads_per_token=sum(counters.pass_uploads[-passes:]) / passes if passes else 0.0,
+            layer_uploads=tuple(counters.layer_uploads),
+            h2d_bytes_per_token=sum(counters.pass_h2d_bytes[-passes:]) // passes if passes else 0,
+            evictions=cache.num_evictions,
+            cache_hits=cache.num_hits,
+            cache_misses=cache.num_misses,
+            pool_hits=pool.num_hits,
+            pool_misses=pool.num_misses,
+            host_pinned_bytes=self._backend.host_pinned_bytes() - self._embed_host_bytes,
+            embed_host_bytes=self._embed_host_bytes,
+            peak_device_bytes=memory.peak_allocated_bytes,
+        )

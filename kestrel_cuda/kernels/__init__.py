@@ -1,0 +1,1 @@
+"""CUDA sources, and the one file that compiles and launches them."""

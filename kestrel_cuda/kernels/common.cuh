@@ -1,0 +1,76 @@
+// Types, conversions and reductions that every kernel shares. Needs no header of the toolkit.
+//
+// All float arithmetic whose result reaches a logit goes through the _rn functions below or fmaf, so no compiler
+// decides where a product and a sum are contracted: the same inputs give the same bits in every kernel.
+
+typedef signed char i8;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+constexpr int kWarp = 32;
+constexpr int kGroup = 32;             // inputs per activation scale, and per exact integer dot product
+constexpr int kPiece = 128;            // inputs per partial sum of a linear; pieces are added in ascending order
+constexpr int kGroupsPerPiece = kPiece / kGroup;
+constexpr float kSmallestScale = 1.17549435e-38f;
+constexpr u32 kInfinityBits = 0x7f800000u;
+
+__device__ inline float add_rn(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline float sub_rn(float a, float b) { return __fsub_rn(a, b); }
+__device__ inline float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+__device__ inline float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+__device__ inline float half_to_float(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ inline u16 float_to_half(float f) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+
+__device__ inline float bf16_to_float(u16 b) { return __uint_as_float((u32)b << 16); }
+
+// Sum over the 32 lanes; every lane gets the same bits (a butterfly adds the same pairs on both sides).
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) x = add_rn(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
+
+// Sum over a block of kWarps warps in a fixed tree; every thread gets it. `scratch` holds kWarps floats.
+template <int kWarps>
+__device__ inline float block_sum(float x, float* scratch) {
+    x = warp_sum(x);
+    if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total = add_rn(total, scratch[w]);
+    __syncthreads();
+    return total;
+}
+
+// Quantize the 32 values of one activation group, one a lane: s = amax / 127, code = rint(x * (1 / s)).
+// A NaN or an infinity ends up in the scale, so it reaches the logits instead of becoming a plausible code.
+__device__ inline void quantize_group(float x, i8* codes, float* scale) {
+    const u32 amax_bits = __reduce_max_sync(0xffffffffu, __float_as_uint(x) & 0x7fffffffu);
+    float s = div_rn(__uint_as_float(amax_bits), 127.0f);
+    if (s < kSmallestScale) s = 0.0f;
+    int code = 0;
+    if (s != 0.0f) code = max(-127, min(127, __float2int_rn(mul_rn(x, div_rn(1.0f, s)))));
+    codes[threadIdx.x % kWarp] = (i8)code;
+    if (threadIdx.x % kWarp == 0) *scale = s;
+}

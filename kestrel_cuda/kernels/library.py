@@ -1,0 +1,208 @@
+"""Reads the CUDA sources, compiles them through NVRTC and launches kernels by keyword. Knows nothing of what they compute.
+
+A kernel's signature lives in its `.cu` alone; it is parsed here and every launch is checked against it, since a launch
+itself checks nothing: a missing argument or a wrong width would be read as garbage on the device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kestrel_cuda.errors import DeviceError, InternalError
+
+ARCHITECTURES = (80, 86, 89, 90, 120)
+"""Compute capabilities every kernel is compiled for in tests."""
+
+_INCLUDE = '#include "common.cuh"\n'
+_SIGNATURE = re.compile(
+    r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*(?:\([^)]*\)[^)]*)*\)\s*)?(\w+)\s*\(([^)]*)\)\s*\{', re.S
+)
+_MACRO = re.compile(r"#define (\w+)\(([\w, ]+)\)(.*?[^\\])\n", re.S)
+_SCALARS: dict[str, Callable[[Any], Any]] = {"int": np.int32, "float": np.float32, "i64": np.int64}
+_POINTEES = {
+    "void": None,
+    "i8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
+    "u16": np.dtype(np.uint16),
+    "u32": np.dtype(np.uint32),
+    "int": np.dtype(np.int32),
+    "float": np.dtype(np.float32),
+}
+# Arrays that hold raw bits or their float16 reading are the same to a kernel.
+_SAME_BITS = {(np.dtype(np.uint16), np.dtype(np.float16)), (np.dtype(np.uint32), np.dtype(np.int8))}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel: a scalar of `c_type`, or a pointer to it."""
+
+    name: str
+    c_type: str
+    is_pointer: bool
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A kernel's name and parameters, as its source declares them."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+
+def kernel_files() -> list[str]:
+    """Names (without suffix) of the .cu files in this package."""
+    return sorted(entry.name[:-3] for entry in files(__package__).iterdir() if entry.name.endswith(".cu"))
+
+
+@cache
+def source(name: str) -> str:
+    """A .cu file with common.cuh put in its place, so that the text alone decides what is compiled."""
+    folder = files(__package__)
+    text = (folder / f"{name}.cu").read_text(encoding="utf-8")
+    common = (folder / "common.cuh").read_text(encoding="utf-8")
+    head, tail = text.split(_INCLUDE)
+    return f'{head}#line 1 "common.cuh"\n{common}\n#line {head.count(chr(10)) + 2} "{name}.cu"\n{tail}'
+
+
+def _expand_macros(text: str) -> str:
+    """Kernels that a file stamps out by macro, written out so that their signatures can be read."""
+    written = []
+    for macro, names, body in _MACRO.findall(text):
+        parameters = [n.strip() for n in names.split(",")]
+        for call in re.findall(rf"^{macro}\(([^)]*)\)$", text, re.M):
+            expanded = body.replace("\\\n", "\n")
+            for parameter, argument in zip(parameters, [a.strip() for a in call.split(",")], strict=True):
+                expanded = re.sub(rf"(?:##)?\b{parameter}\b", argument, expanded)
+            written.append(expanded.replace("##", ""))
+    return _MACRO.sub("", text) + "\n".join(written)
+
+
+@cache
+def signatures(name: str) -> dict[str, Signature]:
+    """Every kernel of a .cu file. Raises InternalError for a parameter type this file does not know."""
+    found = {}
+    for kernel, parameters in _SIGNATURE.findall(_expand_macros(source(name))):
+        parsed = []
+        for text in (p.strip() for p in parameters.replace("\n", " ").split(",")):
+            match = re.fullmatch(r"(?:const )?(\w+)\s*(\*?)\s*(\w+)", text)
+            if not match or match[1] not in (_POINTEES if match[2] else _SCALARS):
+                raise InternalError(f"{name}.cu: cannot read the parameter {text!r} of {kernel}")
+            parsed.append(Parameter(match[3], match[1], bool(match[2])))
+        found[kernel] = Signature(kernel, tuple(parsed))
+    return found
+
+
+def run_time_options() -> tuple[str, ...]:
+    """Compiler options beside the architecture and `-ftz=true`, which CuPy adds itself."""
+    return ("-std=c++17", "--fmad=false")
+
+
+def compile_options(arch: int) -> tuple[str, ...]:
+    """Every option a kernel is compiled with, the resource report included."""
+    return (f"-arch=sm_{arch}", *run_time_options(), "-ftz=true", "--ptxas-options=-v")
+
+
+def compile_cubin(name: str, arch: int) -> tuple[bytes, str]:
+    """Machine code of a .cu file for one architecture, and the compiler's log. Needs NVRTC, but no GPU.
+
+    Raises InternalError with the log when the source does not compile.
+    """
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, compile_options(arch))
+        except nvrtc.NVRTCError as error:
+            raise InternalError(f"{name}.cu does not compile for sm_{arch}:\n{nvrtc.getProgramLog(program)}") from error
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+class Kernel:
+    """One compiled kernel; call it with its launch shape and its parameters by name."""
+
+    def __init__(self, signature: Signature, raw_kernel: Any, stream: Any) -> None:
+        self.signature = signature
+        self._raw_kernel = raw_kernel
+        self._launch = raw_kernel.kernel
+        self._stream = stream
+        self._allowed_shared_bytes = 48 << 10
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], /, *, shared_bytes: int = 0, **arguments: Any
+    ) -> None:
+        """Launch on the library's stream with `shared_bytes` of dynamic shared memory. Raises InternalError when an argument does not fit the signature."""
+        packed = []
+        for parameter in self.signature.parameters:
+            try:
+                value = arguments.pop(parameter.name)
+            except KeyError:
+                raise InternalError(f"{self.signature.name}: no argument for {parameter.name}") from None
+            packed.append(_pack(self.signature.name, parameter, value))
+        if arguments:
+            raise InternalError(f"{self.signature.name} takes no {', '.join(arguments)}")
+        if shared_bytes > self._allowed_shared_bytes:
+            self._raw_kernel.max_dynamic_shared_size_bytes = self._allowed_shared_bytes = shared_bytes
+        self._launch(grid, block, tuple(packed), shared_bytes, self._stream)
+
+
+def _pack(kernel: str, parameter: Parameter, value: Any) -> Any:
+    if not parameter.is_pointer:
+        return _SCALARS[parameter.c_type](value)
+    wanted = _POINTEES[parameter.c_type]
+    found = getattr(value, "dtype", None)
+    if found is None or (wanted is not None and found != wanted and (wanted, found) not in _SAME_BITS):
+        raise InternalError(f"{kernel}: {parameter.name} takes an array of {wanted}, not {found or type(value)}")
+    return value
+
+
+class KernelLibrary:
+    """Every kernel of this package on the current device, compiled when first asked for.
+
+    `cubin_dir` holds NAME.cubin files compiled before, by `compile_cubin`, to be loaded instead.
+    """
+
+    def __init__(self, stream: Any, cubin_dir: Path | None = None) -> None:
+        self._stream = stream
+        self._cubin_dir = cubin_dir
+        self._files = {kernel: name for name in kernel_files() for kernel in signatures(name)}
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[str, Kernel] = {}
+
+    def __getitem__(self, name: str) -> Kernel:
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            file = self._files[name]
+            function = self._module(file).get_function(name)
+            kernel = self._kernels[name] = Kernel(signatures(file)[name], function, self._stream)
+        return kernel
+
+    def load(self, names: Iterable[str] | None = None) -> None:
+        """Compile and load kernels now (all by default), so that no later step does."""
+        for name in self._files if names is None else names:
+            self[name]
+
+    def _module(self, file: str) -> Any:
+        if file not in self._modules:
+            import cupy
+
+            if self._cubin_dir is not None:
+                module = cupy.RawModule(path=str(self._cubin_dir / f"{file}.cubin"))
+            else:
+                module = cupy.RawModule(code=source(file), options=run_time_options(), backend="nvrtc")
+            try:
+                module.compile()
+            except cupy.cuda.compiler.CompileException as error:
+                raise DeviceError(f"the driver or NVRTC cannot compile {file}.cu: {str(error).splitlines()[0]}") from error
+            self._modules[file] = module
+        return self._modules[file]

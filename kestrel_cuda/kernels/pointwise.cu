@@ -1,0 +1,105 @@
+// What stands between the linears: embedding rows, silu(gate) * up, the choice of the next id, the position counter.
+
+#include "common.cuh"
+
+// h_mk [m][k] = row tokens[position + row] of table [vocab][k], kind 0 bf16, 1 f16, 2 f32. Grid: m.
+extern "C" __global__ void __launch_bounds__(256)
+embed_rows(const void* table, const int* tokens, const int* position, float* h_mk, int table_kind, int k) {
+    const i64 token = tokens[*position + (int)blockIdx.x];
+    for (int i = threadIdx.x; i < k; i += blockDim.x) {
+        const i64 at = token * k + i;
+        float x;
+        if (table_kind == 0) x = bf16_to_float(((const u16*)table)[at]);
+        else if (table_kind == 1) x = half_to_float(((const u16*)table)[at]);
+        else x = ((const float*)table)[at];
+        h_mk[(i64)blockIdx.x * k + i] = x;
+    }
+}
+
+__device__ inline float silu_mul(float gate, float up) {
+    return mul_rn(div_rn(gate, add_rn(1.0f, expf(-gate))), up);
+}
+
+// gate_up [m][ld]: gate in columns 0..k, up from up_column -> codes_mk, scales_mg. Grid: (ceil(groups / 8), m).
+extern "C" __global__ void __launch_bounds__(256)
+silu_mul_quantize(const float* gate_up, i8* codes_mk, float* scales_mg, int k, int k_padded, int ld, int up_column) {
+    const int num_groups = k_padded / kGroup;
+    const int group = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+    if (group >= num_groups) return;
+    const float* row = gate_up + (i64)blockIdx.y * ld;
+    const int i = group * kGroup + threadIdx.x % kWarp;
+    const float y = i < k ? silu_mul(row[i], row[up_column + i]) : 0.0f;
+    quantize_group(y, codes_mk + (i64)blockIdx.y * k_padded + group * kGroup,
+                   scales_mg + (i64)blockIdx.y * num_groups + group);
+}
+
+// The same without quantizing: y_mk [m][k]. Grid: (ceil(k / 256), m).
+extern "C" __global__ void __launch_bounds__(256)
+silu_mul_rows(const float* gate_up, float* y_mk, int k, int ld, int up_column) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const float* row = gate_up + (i64)blockIdx.y * ld;
+    if (i < k) y_mk[(i64)blockIdx.y * k + i] = silu_mul(row[i], row[up_column + i]);
+}
+
+// The better of two candidates: the larger logit, the lower id when equal; an id of -1 is no candidate.
+__device__ inline void take_better(float& best, int& best_id, float other, int other_id) {
+    if (other_id >= 0 && (best_id < 0 || other > best || (other == best && other_id < best_id))) {
+        best = other;
+        best_id = other_id;
+    }
+}
+
+__device__ inline void block_best(float& best, int& best_id, float* values, int* ids) {
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+        const float other = __shfl_down_sync(0xffffffffu, best, step);
+        const int other_id = __shfl_down_sync(0xffffffffu, best_id, step);
+        take_better(best, best_id, other, other_id);
+    }
+    if (threadIdx.x % kWarp == 0) {
+        values[threadIdx.x / kWarp] = best;
+        ids[threadIdx.x / kWarp] = best_id;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int w = 1; w < (int)blockDim.x / kWarp; ++w) take_better(best, best_id, values[w], ids[w]);
+}
+
+// Best finite-or-infinite logit of each block's share of logits_v [v]; NaN is never a candidate. Grid: any.
+extern "C" __global__ void __launch_bounds__(256)
+argmax_partial(const float* logits_v, float* best_b, int* best_id_b, int v) {
+    __shared__ float values[8];
+    __shared__ int ids[8];
+    float best = 0.0f;
+    int best_id = -1;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < v; i += gridDim.x * blockDim.x) {
+        const float x = logits_v[i];
+        if (x == x) take_better(best, best_id, x, i);
+    }
+    block_best(best, best_id, values, ids);
+    if (threadIdx.x == 0) {
+        best_b[blockIdx.x] = best;
+        best_id_b[blockIdx.x] = best_id;
+    }
+}
+
+// Write the best id to tokens[position + num_rows] and move the position on. -1 when every logit is NaN; the row that
+// the next embedding reads is then 0, so nothing is read out of bounds. Grid: 1.
+extern "C" __global__ void __launch_bounds__(256)
+argmax_final(const float* best_b, const int* best_id_b, int* tokens, int* position, int* chosen, int num_blocks,
+             int num_rows) {
+    __shared__ float values[8];
+    __shared__ int ids[8];
+    float best = 0.0f;
+    int best_id = -1;
+    for (int i = threadIdx.x; i < num_blocks; i += blockDim.x) take_better(best, best_id, best_b[i], best_id_b[i]);
+    block_best(best, best_id, values, ids);
+    if (threadIdx.x == 0) {
+        const int next = *position + num_rows;
+        *chosen = best_id;
+        tokens[next] = max(best_id, 0);
+        *position = next;
+    }
+}
+
+// Move the position on without choosing an id (a prefill chunk that is not the last). Grid: 1.
+extern "C" __global__ void advance_position(int* position, int num_rows) { *position += num_rows; }

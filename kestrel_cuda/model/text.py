@@ -1,0 +1,137 @@
+"""The Qwen3-VL decoder stack over a backend's steps. Knows no token text, no file names and no window rule.
+
+A forward takes rows whose token ids and rotations already lie in the sequence state; between them and the next id
+everything stays on the device, in buffers allocated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kestrel_cuda.backends.base import Array, Backend, DeviceWeight, HeadShape, SequenceState
+from kestrel_cuda.config import TextConfig
+from kestrel_cuda.model.kv_cache import KvCache
+from kestrel_cuda.model.weights import DecoderWeights, JointOutput
+from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
+from kestrel_cuda.quant.packed import round_up
+from kestrel_cuda.residency.store import WeightStore
+from kestrel_cuda.weight_keys import Projection
+
+LOGIT_ROWS = 16
+"""Rows of logits computed at a time when all of a prompt's are asked for."""
+
+Observer = Callable[[str, NDArray[np.float32]], None]
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Norm weights of one layer on the device."""
+
+    input_k: Array
+    post_attention_k: Array
+    q_d: Array
+    k_d: Array
+
+@dataclass(frozen=True)
+class Unquantized:
+    """What is never quantized: embedding rows in their stored dtype and the norms in float32."""
+
+    embedding: Array
+    layers: tuple[LayerNorms, ...]
+    final_k: Array
+
+def workspace_bytes(text: TextConfig, weights: DecoderWeights, max_rows: int, quantized: bool) -> int:
+    """Bytes of the buffers a TextModel allocates for `max_rows` rows, attention scratch left to the backend."""
+
+    def activation(num_inputs: int) -> int:
+        padded = round_up(num_inputs, ACTIVATION_GROUP)
+        return padded + padded // ACTIVATION_GROUP * 4 if quantized else 4 * num_inputs
+
+    floats = text.hidden_size + weights.qkv.width + text.q_size + weights.gate_up.width
+    inputs = activation(text.hidden_size) + activation(text.q_size) + activation(text.intermediate_size)
+    logits = LOGIT_ROWS * (4 * round_up(text.vocab_size, 4) + activation(text.hidden_size))
+    return max_rows * (4 * floats + inputs) + logits
+
+class TextModel:
+    """The decoder with its work buffers for up to `max_rows` rows at a time."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        text: TextConfig,
+        weights: DecoderWeights,
+        store: WeightStore,
+        unquantized: Unquantized,
+        cache: KvCache,
+        *,
+        max_rows: int,
+        quantized: bool,
+    ) -> None:
+        self.max_rows = max_rows
+        self._backend = backend
+        self._text = text
+        self._store = store
+        self._fixed = unquantized
+        self._cache = cache
+        self._qkv_output, self._gate_up_output = weights.qkv, weights.gate_up
+        columns = weights.qkv.columns
+        self._heads = HeadShape(
+            text.num_heads,
+            text.num_kv_heads,
+            text.head_dim,
+            columns[Projection.K],
+            columns[Projection.V],
+            text.rms_norm_eps,
+        )
+        self.h_mk = backend.zeros((max_rows, text.hidden_size), np.float32)
+        self._hidden = backend.activation(max_rows, text.hidden_size, quantized)
+        self._qkv = backend.zeros((max_rows, weights.qkv.width), np.float32)
+        self._q = backend.zeros((max_rows, text.num_heads, text.head_dim), np.float32)
+        self._attended = backend.activation(max_rows, text.q_size, quantized)
+        self._gate_up = backend.zeros((max_rows, weights.gate_up.width), np.float32)
+        self._mlp = backend.activation(max_rows, text.intermediate_size, quantized)
+        self._final = backend.activation(LOGIT_ROWS, text.hidden_size, quantized)
+        self.logits_mv = backend.zeros((LOGIT_ROWS, round_up(text.vocab_size, 4)), np.float32)
+        backend.reserve_attention(self._heads, max_rows, cache.ctx)
+
+    def forward(
+        self, state: SequenceState, num_rows: int, num_slots: int, observe: Observer | None = None
+    ) -> None:
+        """Run rows position .. position + num_rows through every layer, into `h_mk`.
+
+        `num_slots` is position + num_rows as the host knows it. `observe` is given each layer's residual rows.
+        """
+        backend, store, h = self._backend, self._store, self.h_mk
+        backend.embed(self._fixed.embedding, state, h, num_rows)
+        if observe:
+            observe("embed", backend.to_host(h[:num_rows]))
+        for layer, (norms, kv) in enumerate(zip(self._fixed.layers, self._cache.layers, strict=True)):
+            weights = store.layer(layer)
+            backend.norm(h, norms.input_k, self._text.rms_norm_eps, self._hidden, num_rows)
+            self._joint(weights, self._qkv_output, self._qkv, num_rows)
+            backend.rope_store(self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, num_rows)
+            backend.attend(self._q, kv, self._heads, state, self._attended, num_rows, num_slots)
+            backend.linear(self._attended, weights[Projection.O], h, num_rows, add=True)
+            backend.norm(h, norms.post_attention_k, self._text.rms_norm_eps, self._hidden, num_rows)
+            self._joint(weights, self._gate_up_output, self._gate_up, num_rows)
+            backend.silu_mul(self._gate_up, self._gate_up_output.columns[Projection.UP], self._mlp, num_rows)
+            backend.linear(self._mlp, weights[Projection.DOWN], h, num_rows, add=True)
+            if observe:
+                observe(f"layer {layer}", backend.to_host(h[:num_rows]))
+
+    def logits(self, rows_mk: Any, num_rows: int) -> None:
+        """Logits of up to LOGIT_ROWS residual rows, into the first rows of `logits_mv`."""
+        self._backend.norm(rows_mk, self._fixed.final_k, self._text.rms_norm_eps, self._final, num_rows)
+        self._backend.linear(self._final, self._store.lm_head(), self.logits_mv, num_rows)
+
+    def _joint(
+        self, weights: Mapping[Projection, DeviceWeight], output: JointOutput, out_mn: Array, num_rows: int
+    ) -> None:
+        for projection, column in output.parts:
+            self._backend.linear(self._hidden, weights[projection], out_mn, num_rows, column=column)
+
+__all__ = ["LOGIT_ROWS", "Activation", "LayerNorms", "Observer", "TextModel", "Unquantized", "workspace_bytes"]

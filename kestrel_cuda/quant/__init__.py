@@ -1,0 +1,1 @@
+"""Grouped quantization and the packed layout of weights, in NumPy: the definition every kernel is compared with."""

@@ -1,0 +1,206 @@
+"""Packed layer slabs to device weights: loads them, keeps the one host copy, uploads on use, evicts by the window.
+
+Knows nothing of checkpoints' names or of what the weights compute. With everything resident and preloaded there is no
+host copy at all; otherwise each layer has one, packed and contiguous, so an upload is a single copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kestrel_cuda.backends.base import Backend, DeviceWeight, PackedTensor, Slab, SourceMatrix
+from kestrel_cuda.quant.packed import SlabEntry, SlabLayout
+from kestrel_cuda.residency.cache import MAX_ENTRIES, WeightCache
+from kestrel_cuda.residency.pool import BufferPool
+from kestrel_cuda.residency.window import ResidencyWindow
+from kestrel_cuda.weight_keys import LM_HEAD_LAYER, Projection
+
+MemberSource = Callable[[SlabEntry], Sequence[SourceMatrix]]
+"""The source matrices of a slab entry, members of a fused one in column order."""
+
+
+@dataclass
+class StoreCounters:
+    """What the store has done since it was loaded."""
+
+    layer_uploads: list[int]
+    h2d_bytes: int = 0
+    peak_layers: int = 0
+    peak_weight_bytes: int = 0
+    pass_uploads: list[int] = field(default_factory=list)
+    pass_h2d_bytes: list[int] = field(default_factory=list)
+
+
+class WeightStore:
+    """Device weights of every layer and lm_head.
+
+    `window` None keeps every layer; `preload` uploads all of them at load time and needs no host copy.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        layouts: Sequence[SlabLayout],
+        lm_head: SlabLayout,
+        *,
+        window: ResidencyWindow | None,
+        preload: bool,
+        budget_bytes: int,
+    ) -> None:
+        self._backend = backend
+        self._layouts = {layout.layer: layout for layout in (*layouts, lm_head)}
+        self._num_layers = len(layouts)
+        self._window = window
+        self._preload = preload and window is None
+        num_entries = sum(len(layout.entries) for layout in self._layouts.values())
+        self.cache = WeightCache(budget_bytes, max(MAX_ENTRIES, num_entries))
+        self.pool = BufferPool()
+        self._host: dict[int, NDArray[np.uint8]] = {}
+        self.counters = StoreCounters([0] * self._num_layers)
+
+    @property
+    def num_weights(self) -> int:
+        """Matrices of the checkpoint this store serves."""
+        return sum(layout.num_weights for layout in self._layouts.values())
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Packed bytes that a token reads: every layer and lm_head once."""
+        return sum(layout.num_bytes for layout in self._layouts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._host.values())
+
+    def load(self, members: MemberSource, on_layer: Callable[[int, int], None]) -> list[PackedTensor]:
+        """Quantize and pack every layer, several at a time where the backend gains from it.
+
+        `on_layer(done, total)` is called as layers finish. Returns what packing found, tensor by tensor.
+        """
+        total = len(self._layouts)
+        found: list[PackedTensor] = []
+        if self._backend.num_load_threads > 1:
+            with ThreadPoolExecutor(self._backend.num_load_threads) as executor:
+                for done, (layer, slab, tensors) in enumerate(
+                    executor.map(lambda layout: self._pack_alone(layout, members), self._layouts.values())
+                ):
+                    self._settle(layer, slab)
+                    found += tensors
+                    on_layer(done + 1, total)
+            return found
+        packer = self._backend.packer()
+        scratch: Slab | None = None
+        for done, layout in enumerate(self._layouts.values()):
+            slab = self._slab_to_pack(layout, scratch)
+            for entry in layout.entries:
+                packer.pack(slab, entry, members(entry))
+            scratch = self._settle(layout.layer, slab)
+            on_layer(done + 1, total)
+        found = packer.finish()
+        packer.close()
+        if scratch is not None:
+            self._backend.free_slab(scratch)
+        return found
+
+    def layer(self, layer: int) -> Mapping[Projection, DeviceWeight]:
+        """Enter a layer: apply the window, upload the layer if it is not there, return its weights."""
+        if self._window is not None:
+            resident = [other for other in self.cache.layers if other != LM_HEAD_LAYER]
+            for dropped in self._window.layers_to_drop(layer, resident):
+                self._release(self.cache.evict(dropped))
+        return self._fetch(layer).weights
+
+    def lm_head(self) -> DeviceWeight:
+        """The output matrix, which never leaves once it is there."""
+        return self._fetch(LM_HEAD_LAYER).weights[Projection.LM_HEAD]
+
+    def reset_counters(self) -> None:
+        """Start counting anew; what is resident now is where the peak starts."""
+        self.counters = StoreCounters([0] * self._num_layers)
+        self.cache.num_hits = self.cache.num_misses = self.cache.num_evictions = 0
+        self.pool.num_hits = self.pool.num_misses = 0
+        self._note_peak()
+
+    def begin_pass(self) -> None:
+        """Start counting a pass over all layers (one token, or one prefill chunk) on its own."""
+        self.counters.pass_uploads.append(0)
+        self.counters.pass_h2d_bytes.append(0)
+
+    def count_resident_pass(self) -> None:
+        """Count the hits of a pass that was replayed without asking for each layer."""
+        self.cache.num_hits += self.num_weights
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every weight is resident to stay, so that its address never changes again."""
+        return self._window is None and len(self.cache.layers) == len(self._layouts)
+
+    def close(self) -> None:
+        """Give every slab back to the backend."""
+        for layer in self.cache.layers:
+            self._backend.free_slab(self.cache.evict(layer))
+        for slab in self.pool.drain():
+            self._backend.free_slab(slab)
+        self._host.clear()
+
+    def _fetch(self, layer: int) -> Slab:
+        slab = self.cache.get(layer)
+        if slab is None:
+            layout = self._layouts[layer]
+            for evicted in self.cache.make_room(layout.num_bytes, len(layout.entries)):
+                self._release(evicted)
+            slab = self.pool.take(layout) or self._backend.allocate_slab(layout)
+            self._backend.upload(slab, self._host[layer])
+            self._enter(layer, slab)
+            self.counters.h2d_bytes += layout.num_bytes
+            if self.counters.pass_uploads:
+                self.counters.pass_h2d_bytes[-1] += layout.num_bytes
+                self.counters.pass_uploads[-1] += layer != LM_HEAD_LAYER
+            if layer != LM_HEAD_LAYER:
+                self.counters.layer_uploads[layer] += 1
+        return slab
+
+    def _enter(self, layer: int, slab: Slab) -> None:
+        keys = tuple(entry.key for entry in self._layouts[layer].entries)
+        self.cache.put(layer, slab, keys, pinned=layer == LM_HEAD_LAYER)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        num_layers = sum(layer != LM_HEAD_LAYER for layer in self.cache.layers)
+        self.counters.peak_layers = max(self.counters.peak_layers, num_layers)
+        self.counters.peak_weight_bytes = max(self.counters.peak_weight_bytes, self.cache.num_bytes)
+
+    def _release(self, slab: Slab) -> None:
+        if not self.pool.give_back(slab):
+            self._backend.free_slab(slab)
+
+    def _pack_alone(self, layout: SlabLayout, members: MemberSource) -> tuple[int, Slab, list[PackedTensor]]:
+        packer = self._backend.packer()
+        slab = self._backend.allocate_slab(layout)
+        for entry in layout.entries:
+            packer.pack(slab, entry, members(entry))
+        return layout.layer, slab, packer.finish()
+
+    def _slab_to_pack(self, layout: SlabLayout, scratch: Slab | None) -> Slab:
+        if scratch is not None and scratch.layout.geometry == layout.geometry:
+            return scratch
+        if scratch is not None:
+            self._backend.free_slab(scratch)
+        return self._backend.allocate_slab(layout)
+
+    def _settle(self, layer: int, slab: Slab) -> Slab | None:
+        """Keep a packed slab where it belongs; returns it when its bytes went to the host and it is free again."""
+        if self._preload:
+            self._enter(layer, slab)
+            return None
+        self._host[layer] = host = self._backend.host_slab(self._layouts[layer])
+        self._backend.download(host, slab)
+        if self._backend.num_load_threads > 1:
+            self._backend.free_slab(slab)
+            return None
+        return slab
