@@ -148,10 +148,12 @@ class Screen:
 
 
 def _by_source(settings: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """One line a source, what somebody chose before what nobody did."""
     lines: dict[str, list[str]] = {}
     for name, setting in settings.items():
         lines.setdefault(str(setting["source"]), []).append(f"{name}={_words(setting['value'])}")
-    return [f"{source}: {' '.join(words)}" for source, words in lines.items()]
+    defaults = lines.pop("default", [])
+    return [f"{source}: {' '.join(words)}" for source, words in {**lines, "default": defaults}.items()]
 
 
 def _words(value: object) -> str:

@@ -15,13 +15,13 @@ from kestrel_cli.prompt import ChatPrompt, IdsPrompt, Prompt, RawPrompt, read_pr
 from kestrel_cli.result import run_result
 from kestrel_cli.settings import Settings
 from kestrel_cuda.config import EngineConfig
-from kestrel_cuda.errors import CheckFailed, InputError
+from kestrel_cuda.errors import CheckFailed, InputError, InternalError
 from kestrel_cuda.report import RunReport, Token
 
 if TYPE_CHECKING:
-    from kestrel_cuda.engine import Engine, Generation
-
     from kestrel_cli.render import Screen
+    from kestrel_cuda.engine import Engine
+    from kestrel_cuda.generate import Generation
 
 
 def run(
@@ -101,7 +101,7 @@ def _answer(engine: Engine, prompt_ids: list[int], settings: Settings, screen: S
     if room < max_new_tokens:
         warnings.append(f"at most {room} new tokens: {ctx} of context less {len(prompt_ids)} of the prompt")
     with screen.progress() as on_progress:
-        load = engine.load(ctx, on_progress)
+        load = engine.load(ctx, num_prompt=len(prompt_ids), on_progress=on_progress)
     screen.load_report(load, settings.as_json())
     warnings += [text for text in load.warnings if text not in warnings]
     screen.warnings(warnings)
@@ -182,5 +182,8 @@ def _save_logits(generation: Generation, path: Path | None, interrupt: KeyboardI
         return []
     if interrupt:
         return [f"{path}: not written, the run was interrupted"]
-    logits_file.save(path, generation.prompt_logits, generation.step_logits)
+    prompt_logits, step_logits = generation.prompt_logits, generation.step_logits
+    if prompt_logits is None or step_logits is None:
+        raise InternalError("logits were asked for and not kept")
+    logits_file.save(path, prompt_logits, step_logits)
     return []

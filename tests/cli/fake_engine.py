@@ -49,7 +49,9 @@ class FakeEngine:
         self.calls["ids"] = ids
         return ids
 
-    def load(self, ctx: int, on_progress: Callable[[str, int, int], None] | None = None) -> LoadReport:
+    def load(
+        self, ctx: int, num_prompt: int | None = None, on_progress: Callable[[str, int, int], None] | None = None
+    ) -> LoadReport:
         self.calls["ctx"] = ctx
         if self.fail_at_load is not None:
             raise self.fail_at_load

@@ -67,7 +67,7 @@ def test_a_failed_check_is_exit_code_1(selftest: Selftest) -> None:
     exit_code, out, err = selftest(BAD, "--quiet")
     assert exit_code == 1
     assert out.endswith("FAIL gemv\\n1x32: nmse 0.3\n")
-    assert err == "kestrel-cuda: 1 of 3 checks failed: gemv\\n1x32\n"
+    assert err == "kestrel-cuda: 1 of 3 checks failed: gemv; 1x32\n"
 
 
 @pytest.mark.parametrize(("checks", "passed"), [(GOOD, True), (BAD, False)])
