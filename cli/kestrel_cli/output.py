@@ -60,6 +60,10 @@ def error_line(text: str) -> None:
 class LossyStderr(io.TextIOBase):
     """Standard error as a file for Rich: what its reader does not take is dropped, and the run goes on."""
 
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # typeshed has an attribute here, the class a property
+        return sys.stderr.encoding
+
     def write(self, text: str) -> int:
         error_line(text)
         return len(text)

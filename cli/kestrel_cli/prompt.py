@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _STDIN = Path("-")
 
 Message = dict[str, object]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -45,61 +47,64 @@ Prompt = ChatPrompt | RawPrompt | IdsPrompt
 
 
 def standard_input() -> BinaryIO | None:
-    """Standard input if there may be a prompt in it: None when it is closed or a terminal."""
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        return None
-    return sys.stdin.buffer
+    """Standard input as bytes; None when it is closed."""
+    return None if sys.stdin is None or sys.stdin.closed else sys.stdin.buffer
 
 
-def read_prompt(settings: Settings, stdin: BinaryIO | None) -> tuple[Prompt, list[str]]:
-    """The prompt that the settings name, and what is worth saying about where it came from.
+def read_prompt(settings: Settings, stdin: BinaryIO | None, say: Say) -> Prompt:
+    """The prompt that the settings name; `say` hears what is worth knowing of where it comes from.
 
     Raises InputError when a source cannot be read, is not UTF-8, or is empty with --raw.
     """
     ids = settings[options.IDS]
     if ids is not None:
-        return IdsPrompt(list(ids)), []
+        return IdsPrompt(list(ids))
     messages_file = settings[options.MESSAGES]
     if messages_file is not None:
-        messages, notes = _conversation(_file_text(messages_file, stdin), str(messages_file))
-        return ChatPrompt(messages), notes
-    text, notes = _text(settings, stdin)
+        return ChatPrompt(_conversation(_file_text(messages_file, stdin, say), str(messages_file), say))
+    text = _text(settings, stdin, say)
     if settings[options.RAW]:
         if not text:
             raise InputError("the prompt is empty; --raw needs at least one character")
-        return RawPrompt(text), notes
+        return RawPrompt(text)
     system = settings[options.SYSTEM]
     messages = [] if system is None else [_message("system", _unicode(system, "the system message"))]
-    return ChatPrompt([*messages, _message("user", text)]), notes
+    return ChatPrompt([*messages, _message("user", text)])
 
 
-def _text(settings: Settings, stdin: BinaryIO | None) -> tuple[str, list[str]]:
+def _text(settings: Settings, stdin: BinaryIO | None, say: Say) -> str:
     argument, file = settings[options.PROMPT], settings[options.PROMPT_FILE]
     if argument is not None and argument != "-":
-        return _unicode(argument, "the prompt"), []
+        return _unicode(argument, "the prompt")
     if argument == "-":
         file = _STDIN
     if file is not None:
-        return _file_text(file, stdin), []
-    text = _stdin_text(stdin)
+        return _file_text(file, stdin, say)
+    text = _stdin_text(stdin, say) if stdin is not None and not stdin.isatty() else ""
     if text:
-        return text, []
-    return BUILT_IN_QUESTION, [f"no prompt given; asking: {BUILT_IN_QUESTION}"]
+        return text
+    say(f"no prompt given; asking: {BUILT_IN_QUESTION}")
+    return BUILT_IN_QUESTION
 
 
-def _file_text(file: Path, stdin: BinaryIO | None) -> str:
-    """A file's text; `-` is standard input, a terminal too."""
+def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:
+    """A file's text; `-` is standard input, which may then be a terminal."""
     if file == _STDIN:
-        return _stdin_text(stdin or (sys.stdin.buffer if sys.stdin is not None and not sys.stdin.closed else None))
+        return _stdin_text(stdin, say)
     try:
         return decode(file.read_bytes(), str(file))
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def _stdin_text(stdin: BinaryIO | None) -> str:
+def _stdin_text(stdin: BinaryIO | None, say: Say) -> str:
+    if stdin is None:
+        return ""
+    # A pipe that nobody closes is waited for, and whoever waits should know what for.
+    say("reading standard input")
     try:
-        return decode((stdin.read() if stdin is not None else b"") or b"", "standard input")
+        # A descriptor that does not block reads as None where nothing has come yet.
+        return decode(stdin.read() or b"", "standard input")
     except OSError as error:
         raise InputError(f"standard input cannot be read: {error.strerror or error}") from error
 
@@ -131,20 +136,19 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _conversation(text: str, source: str) -> tuple[list[Message], list[str]]:
+def _conversation(text: str, source: str, say: Say) -> list[Message]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source}: not JSON: {error}") from error
-    notes = []
     if isinstance(document, dict) and "messages" in document:
         ignored = sorted(set(document) - {"messages"})
         if ignored:
-            notes.append(f"{source}: only messages is used, not {', '.join(ignored)}")
+            say(f"{source}: only messages is used, not {', '.join(ignored)}")
         document = document["messages"]
     if not isinstance(document, list) or not document:
         raise InputError(f"{source}: not a conversation; needed: a list of messages, or an object with messages")
-    return [_checked(message, f"{source}: message {index}") for index, message in enumerate(document)], notes
+    return [_checked(message, f"{source}: message {index}") for index, message in enumerate(document)]
 
 
 def _checked(message: object, where: str) -> Message:

@@ -68,9 +68,8 @@ class Screen:
 
             yield advance
 
-    def notes(self, texts: Iterable[str]) -> None:
-        for text in texts:
-            self._console.print(Text(escape_controls(text)))
+    def note(self, text: str) -> None:
+        self._console.print(Text(escape_controls(text)))
 
     def warnings(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -94,7 +93,8 @@ class Screen:
             ]
         )  # fmt: skip
         self.settings(settings)
-        self.notes(load.notes)
+        for text in load.notes:
+            self.note(text)
 
     def settings(self, settings: Mapping[str, Mapping[str, object]]) -> None:
         """Every setting and its value, under the source it came from."""
@@ -116,7 +116,7 @@ class Screen:
             table.add_row(str(token.step), str(token.token_id), Text(piece), f"{token.time_ms:.2f}")
         self._console.print(table)
         if len(shown) < len(tokens):
-            self.notes([f"the last {len(shown)} of {len(tokens)} tokens; --table all shows every one"])
+            self.note(f"the last {len(shown)} of {len(tokens)} tokens; --table all shows every one")
 
     def summary(self, load: LoadReport, run: RunReport) -> None:
         """What the run took and moved."""
@@ -124,8 +124,9 @@ class Screen:
         facts = [
             ("prompt", f"{len(run.prompt_ids)} tokens, {timing.prefill_ms:.1f} ms"),
             ("answer", f"{len(run.ids)} tokens, ended by {run.stop_reason}"),
-            ("first token", f"{timing.ttft_ms:.1f} ms, loading left out"),
         ]
+        if run.ids:
+            facts.append(("first token", f"{timing.ttft_ms:.1f} ms, loading left out"))
         median = timing.tpot_ms_median
         if median:
             facts.append(("per token", f"{median:.2f} ms (median), {1000 / median:.1f} tok/s"))

@@ -67,8 +67,7 @@ def answer(given: flags.Given, variables: Mapping[str, str], output: Output) -> 
 
     settings = options.settle(options.RUN, given, variables)
     screen = Screen(settings[options.QUIET], variables)
-    prompt, notes = read_prompt(settings, standard_input())
-    screen.notes(notes)
+    prompt = read_prompt(settings, standard_input(), screen.note)
     logits_path = settings[options.LOGITS]
     if logits_path is not None:
         logits_file.check_writable(logits_path)

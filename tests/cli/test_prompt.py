@@ -15,9 +15,15 @@ from kestrel_cli.prompt import BUILT_IN_QUESTION, ChatPrompt, IdsPrompt, Prompt,
 from kestrel_cuda.errors import InputError
 
 
-def prompt(flags: dict[str, str | bool], stdin: bytes | BinaryIO | None = None) -> Prompt:
+def said(flags: dict[str, str | bool], stdin: bytes | BinaryIO | None = None) -> tuple[Prompt, list[str]]:
+    """The prompt, and everything that was said about it."""
     stream = io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin
-    return read_prompt(options.settle(options.RUN, flags, {}), stream)[0]
+    heard: list[str] = []
+    return read_prompt(options.settle(options.RUN, flags, {}), stream, heard.append), heard
+
+
+def prompt(flags: dict[str, str | bool], stdin: bytes | BinaryIO | None = None) -> Prompt:
+    return said(flags, stdin)[0]
 
 
 def user(text: str) -> ChatPrompt:
@@ -65,14 +71,24 @@ def test_what_is_not_utf8_is_refused_by_its_offset(data: bytes, offset: int) -> 
 @pytest.mark.parametrize("stdin", [None, b"", b"\n", b"\xef\xbb\xbf\r\n"])
 @pytest.mark.parametrize("flags", [{}, {"raw": True}])
 def test_without_a_prompt_a_question_is_asked_and_said(stdin: bytes | None, flags: dict[str, str | bool]) -> None:
-    settings = options.settle(options.RUN, flags, {})
-    found, notes = read_prompt(settings, io.BytesIO(stdin) if stdin is not None else None)
+    found, heard = said(flags, stdin)
     assert found == (RawPrompt(BUILT_IN_QUESTION) if flags else user(BUILT_IN_QUESTION))
-    assert notes == [f"no prompt given; asking: {BUILT_IN_QUESTION}"]
+    assert heard[-1] == f"no prompt given; asking: {BUILT_IN_QUESTION}"
 
 
-def test_a_prompt_that_was_given_is_not_talked_about() -> None:
-    assert read_prompt(options.settle(options.RUN, {}, {}), io.BytesIO(b"hi"))[1] == []
+def test_a_terminal_is_waited_for_only_when_it_was_asked_for() -> None:
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert prompt({}, Terminal(b"typed")) == user(BUILT_IN_QUESTION)
+    assert prompt({"prompt": "-"}, Terminal(b"typed\n")) == user("typed")
+
+
+def test_only_waiting_is_talked_about() -> None:
+    assert said({"prompt": "hi"}, b"not read")[1] == []
+    assert said({}, b"hi")[1] == ["reading standard input"]
+    assert said({}, None)[1] == [f"no prompt given; asking: {BUILT_IN_QUESTION}"]
 
 
 @pytest.mark.parametrize("flags", [{"prompt": "-"}, {"prompt_file": "-"}])
@@ -123,11 +139,9 @@ def test_text_parts_are_one_text() -> None:
 
 
 def test_what_else_an_object_holds_is_said_to_be_unused() -> None:
-    settings = options.settle(options.RUN, {"messages": "-"}, {})
     document = {"messages": CONVERSATION, "tools": [], "model": "x"}
-    assert read_prompt(settings, io.BytesIO(json.dumps(document).encode()))[1] == [
-        "-: only messages is used, not model, tools"
-    ]
+    heard = said({"messages": "-"}, json.dumps(document).encode())[1]
+    assert heard == ["reading standard input", "-: only messages is used, not model, tools"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.errors import SettingError
 
 
-def settle(flags: dict[str, str | bool] | None = None, **variables: str) -> Settings:
+def settle(flags: Mapping[str, str | bool] | None = None, /, **variables: str) -> Settings:
     return options.settle(options.RUN, flags or {}, variables)
 
 
