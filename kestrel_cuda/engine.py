@@ -188,7 +188,13 @@ class Engine:
 
         Raises InputError for an empty prompt or one that the loaded context cannot hold with an id after it.
         """
-        if self._model is None or self._store is None or self._state is None or self.backend is None or self.plan is None:
+        if (
+            self._model is None
+            or self._store is None
+            or self._state is None
+            or self.backend is None
+            or self.plan is None
+        ):
             raise InternalError("generate() was called before load()")
         room = self.plan.ctx - len(prompt_ids)
         if not prompt_ids:
@@ -226,13 +232,19 @@ class Engine:
 
     close = unload
 
+    def flip_host_bit(self, layer: int) -> None:
+        """Damage the host copy of a layer, so that a check can show that it notices."""
+        if self._store is None:
+            raise InternalError("flip_host_bit() was called before load()")
+        self._store.flip_host_bit(layer)
+
     def _open_backend(self, notes: list[str]) -> Backend:
-        if self.config.backend == "auto":
-            backend, reason = open_best_backend(self.config.device)
-            if reason:
-                notes.append(f"running on the CPU: {reason}")
-            return backend
-        return open_backend(self.config.backend, self.config.device)
+        if self.config.backend != "auto":
+            return open_backend(self.config.backend, self.config.device)
+        backend, reason = open_best_backend(self.config.device)
+        if reason:
+            notes.append(f"running on the CPU: {reason}")
+        return backend
 
     def _stored_element(self, key: WeightKey) -> Element:
         return _ELEMENTS[self.checkpoint.weight(key).dtype]

@@ -184,7 +184,9 @@ class Generation:
     def _read_chosen(self) -> int:
         chosen = int(self._backend.to_host(self._state.chosen)[0])
         if chosen < 0:
-            raise InternalError(f"no logit is a number at step {len(self._ids)}: the weights or the activations overflow")
+            raise InternalError(
+                f"no logit is a number at step {len(self._ids)}: the weights or the activations overflow"
+            )
         return chosen
 
     def _take(self, chosen: int, time_ms: float) -> Token:
@@ -208,7 +210,7 @@ class Generation:
     def _collect_step(self, row_v: NDArray[np.float32] | None) -> None:
         if row_v is None:
             return
-        self._hash.update(np.ascontiguousarray(row_v))
+        self._hash.update(row_v.tobytes())
         if self._logits == "keep":
             self._kept_steps.append(row_v)
 
@@ -219,7 +221,7 @@ class Generation:
             rows = min(LOGIT_ROWS, total - first)
             self._model.logits(hidden_sk[first : first + rows], rows)
             block = self._backend.to_host(self._model.logits_mv[:rows])[:, : self._vocab_size]
-            self._hash.update(np.ascontiguousarray(block))
+            self._hash.update(block.tobytes())
             if kept is not None:
                 kept[first : first + rows] = block
         self.prompt_logits = kept

@@ -30,7 +30,7 @@ SEEDS_MOST_BYTES, SEEDS_LEAST_BYTES = 24 << 30, 256 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in bytes. `keep` 0 means everything resident; `rows` are (what, bytes) for a report, summing to the total."""
+    """Sizes in bytes. `keep` 0 means everything resident; `rows` are (what, bytes), summing to the total."""
 
     keep: int
     ctx: int
@@ -124,8 +124,8 @@ def make_plan(
             f"keeping {'all' if keep == 0 else keep} of {text.num_layers} layers resident needs "
             f"{format_size(sum(b for _, b in rows(keep, False)))}, but there are {bound}; {fitting} fits"
         )
-    on_device = fits(keep, True)
-    if not on_device:
+    on_device = on_gpu and fits(keep, True)
+    if on_gpu and not on_device:
         notes.append(f"the embedding table ({format_size(embedding_bytes)}) stays in host memory")
     planned = rows(keep, on_device)
     return Plan(
@@ -154,4 +154,3 @@ def _cache_budget_bytes(budget: CacheBudget, free_bytes: int, total_bytes: int) 
     if budget is None:
         return total_bytes
     return seeds_budget_bytes(free_bytes) if budget == "seeds" else budget
-

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import PackedGeometry, SlabEntry, SlabLayout
 from kestrel_cuda.weight_keys import Projection
 
@@ -78,6 +79,17 @@ class Activation:
     values_mk: Array | None
     codes_mk: Array | None
     scales_mg: Array | None
+
+
+def new_activation(
+    zeros: Callable[[tuple[int, ...], DTypeLike], Array], max_rows: int, num_inputs: int, quantized: bool
+) -> Activation:
+    """Buffers for up to `max_rows` input rows, made by a backend's `zeros`."""
+    if not quantized:
+        return Activation(num_inputs, zeros((max_rows, num_inputs), np.float32), None, None)
+    num_groups = -(-num_inputs // ACTIVATION_GROUP)
+    codes_mk = zeros((max_rows, num_groups * ACTIVATION_GROUP), np.int8)
+    return Activation(num_inputs, None, codes_mk, zeros((max_rows, num_groups), np.float32))
 
 
 @dataclass(frozen=True)

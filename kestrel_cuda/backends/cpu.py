@@ -24,7 +24,9 @@ from kestrel_cuda.backends.base import (
     SequenceState,
     Slab,
     SourceMatrix,
+    new_activation,
 )
+from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.quant.grouped import (
     ACTIVATION_GROUP,
     GroupScheme,
@@ -46,17 +48,11 @@ from kestrel_cuda.quant.packed import (
 LARGEST_F16 = np.float32(65504)
 
 
-def widen(data: NDArray[np.generic]) -> NDArray[np.float32]:
-    """float32 of stored weights; uint16 holds bfloat16 bits."""
-    if data.dtype == np.uint16:
-        return (data.astype(np.uint32) << 16).view(np.float32)
-    return data.astype(np.float32)
-
-
 def rms_norm(x: NDArray[np.float32], weight: NDArray[np.float32], eps: float) -> NDArray[np.float32]:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
     rstd = np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
-    return weight * (x * rstd)
+    y: NDArray[np.float32] = weight * (x * rstd)
+    return y
 
 
 class CpuPacker:
@@ -128,7 +124,7 @@ class CpuBackend:
 
     def to_device(self, array: NDArray[Any]) -> NDArray[Any]:
         self._count(array.nbytes)
-        return np.ascontiguousarray(array)
+        return np.array(array, order="C")
 
     def to_host(self, array: NDArray[Any]) -> NDArray[Any]:
         return array.copy()
@@ -190,11 +186,7 @@ class CpuBackend:
     # steps
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation:
-        if not quantized:
-            return Activation(num_inputs, self.zeros((max_rows, num_inputs), np.float32), None, None)
-        num_groups = -(-num_inputs // ACTIVATION_GROUP)
-        codes = self.zeros((max_rows, num_groups * ACTIVATION_GROUP), np.int8)
-        return Activation(num_inputs, None, codes, self.zeros((max_rows, num_groups), np.float32))
+        return new_activation(self.zeros, max_rows, num_inputs, quantized)
 
     def _fill(self, out: Activation, x_mk: NDArray[np.float32]) -> None:
         num_rows = x_mk.shape[0]
@@ -292,7 +284,7 @@ class CpuBackend:
         gate = gate_up_mn[:num_rows, : out.num_inputs]
         up = gate_up_mn[:num_rows, up_column : up_column + out.num_inputs]
         with np.errstate(over="ignore"):
-            self._fill(out, gate / (np.float32(1) + np.exp(-gate)) * up)
+            self._fill(out, (gate / (np.float32(1) + np.exp(-gate)) * up).astype(np.float32, copy=False))
 
     def choose(self, logits_v: NDArray[np.float32], num_ids: int, state: SequenceState, num_rows: int) -> None:
         candidates = logits_v[:num_ids]

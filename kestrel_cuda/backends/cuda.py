@@ -30,6 +30,7 @@ from kestrel_cuda.backends.base import (
     MemoryInfo,
     SequenceState,
     Slab,
+    new_activation,
 )
 from kestrel_cuda.backends.cuda_memory import DeviceMemory
 from kestrel_cuda.backends.cuda_packer import CudaPacker
@@ -201,7 +202,9 @@ class CudaBackend:
         times_ms = []
         for _ in range(7):
             start = self.mark()
-            self.kernels["read_vectors"](grid, (512,), data=data, out=self._best_id.view(np.uint32), num_vectors=num_bytes // 16)
+            self.kernels["read_vectors"](
+                grid, (512,), data=data, out=self._best_id.view(np.uint32), num_vectors=num_bytes // 16
+            )
             times_ms.append(self.elapsed_ms(start, self.mark()))
         self.device_memory.free(data)
         return num_bytes / float(np.median(times_ms[2:])) / 1e6
@@ -209,11 +212,7 @@ class CudaBackend:
     # steps
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation:
-        if not quantized:
-            return Activation(num_inputs, self.zeros((max_rows, num_inputs), np.float32), None, None)
-        num_groups = -(-num_inputs // ACTIVATION_GROUP)
-        codes = self.zeros((max_rows, num_groups * ACTIVATION_GROUP), np.int8)
-        return Activation(num_inputs, None, codes, self.zeros((max_rows, num_groups), np.float32))
+        return new_activation(self.zeros, max_rows, num_inputs, quantized)
 
     def embed(self, table: Any, state: SequenceState, h_mk: Any, num_rows: int) -> None:
         self.kernels["embed_rows"](
@@ -224,7 +223,9 @@ class CudaBackend:
     def norm(self, h_mk: Any, weight_k: Any, eps: float, out: Activation, num_rows: int) -> None:
         k = out.num_inputs
         if out.codes_mk is None:
-            self.kernels["rms_norm"]((num_rows,), (256,), h_mk=h_mk, weight_k=weight_k, y_mk=out.values_mk, k=k, eps=eps)
+            self.kernels["rms_norm"](
+                (num_rows,), (256,), h_mk=h_mk, weight_k=weight_k, y_mk=out.values_mk, k=k, eps=eps
+            )
         else:
             self.kernels["rms_norm_quantize"](
                 (num_rows,), (256,), h_mk=h_mk, weight_k=weight_k, codes_mk=out.codes_mk, scales_mg=out.scales_mg, k=k,
@@ -241,8 +242,8 @@ class CudaBackend:
         if weight.scales_gn is None:
             warps = min(MAX_WARPS, max(1, -(-geometry.num_inputs // PIECE_INPUTS)))
             self.kernels["linear_float"](
-                (-(-geometry.n_padded // 32), -(-num_rows // FLOAT_ROWS)), (32 * max(warps, FLOAT_ROWS),), x_mk=x.values_mk,
-                values_kn=weight.codes_kn, weight_kind=_WEIGHT_KINDS[geometry.element], k=geometry.num_inputs, **common,
+                (-(-geometry.n_padded // 32), -(-num_rows // FLOAT_ROWS)), (32 * max(warps, FLOAT_ROWS),),
+                x_mk=x.values_mk, values_kn=weight.codes_kn, weight_kind=_WEIGHT_KINDS[geometry.element], k=geometry.num_inputs, **common,
             )  # fmt: skip
             return
         assert x.codes_mk is not None
@@ -276,8 +277,8 @@ class CudaBackend:
     def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
         if heads.head_dim not in HEAD_DIMS or heads.queries_per_kv > MAX_QUERIES_PER_KV:
             raise DeviceError(
-                f"the GPU kernels take a head_dim of {', '.join(map(str, HEAD_DIMS))} and up to {MAX_QUERIES_PER_KV} query "
-                f"heads a kv head; this checkpoint has {heads.head_dim} and {heads.queries_per_kv}; use --backend cpu"
+                f"the GPU kernels take a head_dim of {', '.join(map(str, HEAD_DIMS))} and up to {MAX_QUERIES_PER_KV} "
+                f"query heads a kv head; this checkpoint has {heads.head_dim} and {heads.queries_per_kv}; use --backend cpu"
             )
         rows, splits = min(max_rows, SPLIT_MAX_ROWS), -(-ctx // SPLIT_SLOTS)
         stats = (rows, heads.num_heads, splits)
@@ -334,7 +335,13 @@ class CudaBackend:
         k, ld = out.num_inputs, gate_up_mn.shape[1]
         if out.codes_mk is None:
             self.kernels["silu_mul_rows"](
-                (-(-k // 256), num_rows), (256,), gate_up=gate_up_mn, y_mk=out.values_mk, k=k, ld=ld, up_column=up_column
+                (-(-k // 256), num_rows),
+                (256,),
+                gate_up=gate_up_mn,
+                y_mk=out.values_mk,
+                k=k,
+                ld=ld,
+                up_column=up_column,
             )
         else:
             k_padded = out.codes_mk.shape[1]

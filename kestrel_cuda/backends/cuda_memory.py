@@ -45,7 +45,8 @@ class DeviceMemory:
             free, total = runtime.memGetInfo()
             raise DeviceError(
                 f"the GPU cannot give {format_size(num_bytes)}: {format_size(free)} of {format_size(total)} are free, "
-                f"{format_size(self.allocated_bytes)} are in use here; try a smaller --keep, --ctx or --quant q4_0 ({error})"
+                f"{format_size(self.allocated_bytes)} are in use here; "
+                f"try a smaller --keep, --ctx or --quant q4_0 ({error})"
             ) from None
         self._live[address] = num_bytes
         self.num_allocations += 1

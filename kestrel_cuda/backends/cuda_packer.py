@@ -1,7 +1,7 @@
 """Quantizes and packs weights on the device while they load, through bounded scratch memory.
 
 Source rows go up as stored, become strips of codes and scales (kernels/quantize.cu), and are transposed into their
-column range of the slab (kernels/transpose.cu). Large matrices go in blocks of rows, so scratch does not grow with them.
+column range of the slab (kernels/transpose.cu). Large matrices go in blocks of rows, so scratch stays the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import PackedTensor, Slab, SourceMatrix
+from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.quant.packed import Element, SlabEntry, round_up
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class CudaPacker:
         n, k = rows_nk.shape
         if not geometry.element.is_grouped:
             if geometry.element is Element.F32 and rows_nk.dtype != np.float32:
-                rows_nk = _widen(rows_nk)
+                rows_nk = widen(rows_nk)
             source = self._upload(rows_nk)
             name = "transpose_words" if geometry.element is Element.F32 else "transpose_halves"
             size = {"k_words": k} if name == "transpose_words" else {"k": k}
@@ -105,9 +106,3 @@ class CudaPacker:
 
 def _tiles(num_columns: int, num_rows: int) -> tuple[int, int]:
     return -(-num_columns // _TILE), -(-num_rows // _TILE)
-
-
-def _widen(data: NDArray[Any]) -> NDArray[np.float32]:
-    if data.dtype == np.uint16:
-        return (data.astype(np.uint32) << 16).view(np.float32)
-    return data.astype(np.float32)

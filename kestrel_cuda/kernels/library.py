@@ -1,4 +1,4 @@
-"""Reads the CUDA sources, compiles them through NVRTC and launches kernels by keyword. Knows nothing of what they compute.
+"""Reads the CUDA sources, compiles them through NVRTC, launches kernels by keyword. Knows nothing of what they compute.
 
 A kernel's signature lives in its `.cu` alone; it is parsed here and every launch is checked against it, since a launch
 itself checks nothing: a missing argument or a wrong width would be read as garbage on the device.
@@ -141,7 +141,10 @@ class Kernel:
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], /, *, shared_bytes: int = 0, **arguments: Any
     ) -> None:
-        """Launch on the library's stream with `shared_bytes` of dynamic shared memory. Raises InternalError when an argument does not fit the signature."""
+        """Launch on the library's stream with `shared_bytes` of dynamic shared memory.
+
+        Raises InternalError when an argument does not fit the signature.
+        """
         packed = []
         for parameter in self.signature.parameters:
             try:
@@ -203,6 +206,7 @@ class KernelLibrary:
             try:
                 module.compile()
             except cupy.cuda.compiler.CompileException as error:
-                raise DeviceError(f"the driver or NVRTC cannot compile {file}.cu: {str(error).splitlines()[0]}") from error
+                reason = str(error).splitlines()[0]
+                raise DeviceError(f"the driver or NVRTC cannot compile {file}.cu: {reason}") from error
             self._modules[file] = module
         return self._modules[file]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kestrel_cuda.backends.base import Backend, KvLayer
 from kestrel_cuda.config import KvDtype, TextConfig
 
-_DTYPES = {KvDtype.F16: np.dtype(np.float16), KvDtype.F32: np.dtype(np.float32)}
+_DTYPES: dict[KvDtype, np.dtype[Any]] = {KvDtype.F16: np.dtype(np.float16), KvDtype.F32: np.dtype(np.float32)}
 
 
 def kv_cache_bytes(config: TextConfig, ctx: int, dtype: KvDtype) -> int:

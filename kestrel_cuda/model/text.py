@@ -27,6 +27,7 @@ LOGIT_ROWS = 16
 
 Observer = Callable[[str, NDArray[np.float32]], None]
 
+
 @dataclass(frozen=True)
 class LayerNorms:
     """Norm weights of one layer on the device."""
@@ -36,6 +37,7 @@ class LayerNorms:
     q_d: Array
     k_d: Array
 
+
 @dataclass(frozen=True)
 class Unquantized:
     """What is never quantized: embedding rows in their stored dtype and the norms in float32."""
@@ -43,6 +45,7 @@ class Unquantized:
     embedding: Array
     layers: tuple[LayerNorms, ...]
     final_k: Array
+
 
 def workspace_bytes(text: TextConfig, weights: DecoderWeights, max_rows: int, quantized: bool) -> int:
     """Bytes of the buffers a TextModel allocates for `max_rows` rows, attention scratch left to the backend."""
@@ -55,6 +58,7 @@ def workspace_bytes(text: TextConfig, weights: DecoderWeights, max_rows: int, qu
     inputs = activation(text.hidden_size) + activation(text.q_size) + activation(text.intermediate_size)
     logits = LOGIT_ROWS * (4 * round_up(text.vocab_size, 4) + activation(text.hidden_size))
     return max_rows * (4 * floats + inputs) + logits
+
 
 class TextModel:
     """The decoder with its work buffers for up to `max_rows` rows at a time."""
@@ -98,9 +102,7 @@ class TextModel:
         self.logits_mv = backend.zeros((LOGIT_ROWS, round_up(text.vocab_size, 4)), np.float32)
         backend.reserve_attention(self._heads, max_rows, cache.ctx)
 
-    def forward(
-        self, state: SequenceState, num_rows: int, num_slots: int, observe: Observer | None = None
-    ) -> None:
+    def forward(self, state: SequenceState, num_rows: int, num_slots: int, observe: Observer | None = None) -> None:
         """Run rows position .. position + num_rows through every layer, into `h_mk`.
 
         `num_slots` is position + num_rows as the host knows it. `observe` is given each layer's residual rows.
@@ -133,5 +135,3 @@ class TextModel:
     ) -> None:
         for projection, column in output.parts:
             self._backend.linear(self._hidden, weights[projection], out_mn, num_rows, column=column)
-
-__all__ = ["LOGIT_ROWS", "Activation", "LayerNorms", "Observer", "TextModel", "Unquantized", "workspace_bytes"]

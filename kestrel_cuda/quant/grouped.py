@@ -73,7 +73,8 @@ def scheme_for(quant: Quant, num_inputs: int) -> GroupScheme | None:
 def round_half_away(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Nearest integer, halves away from zero; exact, unlike adding one half."""
     whole = np.trunc(x)
-    return whole + np.copysign((np.abs(x - whole) >= 0.5).astype(np.float32), x)
+    away = np.copysign((np.abs(x - whole) >= 0.5).astype(np.float32), x)
+    return (whole + away).astype(np.float32, copy=False)
 
 
 def quantize(weight_nk: NDArray[np.float32], scheme: GroupScheme) -> GroupedWeight:
@@ -97,17 +98,18 @@ def quantize(weight_nk: NDArray[np.float32], scheme: GroupScheme) -> GroupedWeig
         else:
             first = magnitude.argmax(axis=-1)
             d = np.take_along_axis(w, first[..., None], axis=-1)[..., 0] / np.float32(-8)
-    d = np.where(np.abs(d) < SMALLEST_SCALE, np.float32(0), d)
+    d = np.where(np.abs(d) < SMALLEST_SCALE, np.float32(0), d).astype(np.float32, copy=False)
     largest = np.abs(d).max(initial=0)
     if largest > LARGEST_SCALE:
         raise OversizedScaleError(f"needs a scale of {largest:.6g}, over 65504, the largest a float16 holds")
     divisor = np.where(d == 0, np.float32(1), d)[..., None]
     with np.errstate(under="ignore"):
         if scheme.bits == 8:
-            codes = np.clip(round_half_away(w * (np.float32(1) / divisor)), -127, 127)
+            scaled = (w * (np.float32(1) / divisor)).astype(np.float32, copy=False)
+            exact_codes = np.clip(round_half_away(scaled), -127, 127)
         else:
-            codes = np.clip(np.floor(w / divisor + np.float32(8.5)), 0, 15) - np.float32(8)
-    codes = np.where(d[..., None] == 0, np.float32(0), codes).astype(np.int8)
+            exact_codes = np.clip(np.floor(w / divisor + np.float32(8.5)), 0, 15) - np.float32(8)
+    codes = np.where(d[..., None] == 0, np.float32(0), exact_codes).astype(np.int8)
     stored = d.astype(np.float16)
     return GroupedWeight(
         codes.reshape(n, num_groups * group_size),

@@ -88,7 +88,9 @@ class PackedGeometry:
         return self.scales_shape[0] * self.scales_shape[1] * 2
 
 
-def geometry_for(scheme: GroupScheme | None, float_element: Element, num_inputs: int, num_outputs: int) -> PackedGeometry:
+def geometry_for(
+    scheme: GroupScheme | None, float_element: Element, num_inputs: int, num_outputs: int
+) -> PackedGeometry:
     """Geometry under a quantization scheme, or of plain floats of `float_element` when there is none."""
     if scheme is None:
         return PackedGeometry(float_element, num_inputs, num_outputs)

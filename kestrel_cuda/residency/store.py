@@ -135,6 +135,11 @@ class WeightStore:
         """Count the hits of a pass that was replayed without asking for each layer."""
         self.cache.num_hits += self.num_weights
 
+    def flip_host_bit(self, layer: int) -> None:
+        """Damage the host copy of a layer in the sign of its first weight that is not zero."""
+        host = self._host[layer]
+        host[np.flatnonzero(host)[0]] ^= 0x80
+
     @property
     def is_static(self) -> bool:
         """Whether every weight is resident to stay, so that its address never changes again."""

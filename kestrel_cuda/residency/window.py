@@ -14,7 +14,8 @@ from typing import Protocol
 class ResidencyWindow(Protocol):
     """A rule over layer numbers. `keep` is the number of layers it leaves resident after a token."""
 
-    keep: int
+    @property
+    def keep(self) -> int: ...
 
     def layers_to_drop(self, current: int, resident: Iterable[int]) -> list[int]:
         """Of the resident layers, those that leave when `current` is entered, in ascending order."""
@@ -46,4 +47,3 @@ class PastOnlyWindow:
 def peak_layers(num_layers: int, keep: int) -> int:
     """Peak of the past-only rule; every layer when `keep` is 0 (everything resident)."""
     return num_layers if keep == 0 else PastOnlyWindow(num_layers, keep).peak_layers
-

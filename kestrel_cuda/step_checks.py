@@ -1,0 +1,296 @@
+"""Every step of a backend against float64 arithmetic written out here, over a list of shapes. Knows no checkpoint.
+
+Outputs are filled with NaN first, so an element that a kernel forgets fails the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kestrel_cuda.backends.base import Activation, Backend, HeadShape, KvLayer, SequenceState, SourceMatrix
+from kestrel_cuda.config import Quant
+from kestrel_cuda.quant.grouped import GroupedWeight, quantize, quantize_activations, scheme_for
+from kestrel_cuda.quant.packed import Element, entry_views, geometry_for, pack_grouped, slab_layout
+from kestrel_cuda.weight_keys import LM_HEAD, LM_HEAD_LAYER, Projection
+
+ROWS = (1, 2, 3, 5, 17, 64)
+LINEAR_SHAPES = ((64, 32), (100, 96), (36, 300), (256, 2048), (516, 1056))
+"""Outputs and inputs: whole and short groups, one and many pieces, a ragged last tile."""
+
+CONTEXTS = (1, 63, 256, 257, 600)
+EXACT_STEP = 1e-12
+"""Largest normalized mean square error of a float32 step against float64."""
+
+F16_CACHE = 1e-6
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: whether it held and what was seen."""
+
+    name: str
+    passed: bool
+    detail: str
+    skipped: bool = False
+
+
+def nmse(actual: NDArray[Any], expected: NDArray[Any]) -> float:
+    """Mean square error over the mean square of the expected values, in float64; NaN and infinity never pass."""
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    if not np.isfinite(actual).all():
+        return float("inf")
+    return float(np.sum((actual - expected) ** 2) / max(np.sum(expected**2), 1e-30))
+
+
+def step_checks(backend: Backend) -> Iterator[Check]:
+    """Run every step's check, one after the other."""
+    rng = np.random.default_rng(7)
+    for quant in (Quant.Q8_0, Quant.Q4_0, Quant.G256):
+        yield _check_packing(backend, rng, quant)
+    for quant in Quant:
+        yield _check_linear(backend, rng, quant)
+    yield _check_row_independence(backend, rng)
+    yield _check_norm(backend, rng)
+    yield _check_silu_mul(backend, rng)
+    for dtype in (np.float16, np.float32):
+        yield _check_attention(backend, rng, np.dtype(dtype))
+    yield _check_choice(backend, rng)
+
+
+def _judge(name: str, errors: list[float], limit: float) -> Check:
+    worst = max(errors)
+    return Check(name, worst <= limit, f"largest NMSE {worst:.1e} over {len(errors)} shapes, limit {limit:.0e}")
+
+
+def _poison(backend: Backend, shape: tuple[int, ...]) -> Any:
+    return backend.to_device(np.full(shape, np.nan, np.float32))
+
+
+@dataclass(frozen=True)
+class _PackedCase:
+    slab: Any
+    strip: GroupedWeight | None
+    values_nk: NDArray[np.float64]
+
+
+def _pack(backend: Backend, weight_nk: NDArray[np.float32], quant: Quant) -> _PackedCase:
+    """One matrix packed by the backend, and the values it stands for."""
+    n, k = weight_nk.shape
+    scheme = scheme_for(quant, k)
+    layout = slab_layout(LM_HEAD_LAYER, [(LM_HEAD, geometry_for(scheme, Element.F32, k, n))])
+    slab = backend.allocate_slab(layout)
+    packer = backend.packer()
+    packer.pack(slab, layout.entries[0], [SourceMatrix("check", weight_nk)])
+    packer.finish()
+    packer.close()
+    strip = None if scheme is None else quantize(weight_nk, scheme)
+    if strip is None:
+        return _PackedCase(slab, None, weight_nk.astype(np.float64))
+    scales = np.repeat(strip.scales_ng.astype(np.float64), strip.scheme.group_size, axis=1)
+    return _PackedCase(slab, strip, (strip.codes_nk * scales)[:, :k])
+
+
+def _check_packing(backend: Backend, rng: np.random.Generator, quant: Quant) -> Check:
+    wrong = 0
+    for n, k in LINEAR_SHAPES:
+        weight = _adversarial_weight(rng, n, k)
+        case = _pack(backend, weight, quant)
+        entry = case.slab.layout.entries[0]
+        host = np.zeros(case.slab.layout.num_bytes, np.uint8)
+        codes_kn, scales_gn = entry_views(host, entry)
+        assert case.strip is not None
+        pack_grouped(case.strip, codes_kn, scales_gn, 0)  # type: ignore[arg-type]
+        wrong += int(np.count_nonzero(host != backend.to_host(case.slab.raw)))
+        backend.free_slab(case.slab)
+    return Check(f"pack {quant}", wrong == 0, f"{wrong} bytes differ from the definition in NumPy")
+
+
+def _adversarial_weight(rng: np.random.Generator, n: int, k: int) -> NDArray[np.float32]:
+    """Values of few mantissa bits, so ties are common, with a zero group, a constant group and a subnormal one."""
+    weight = rng.standard_normal((n, k), dtype=np.float32) * np.float32(0.1)
+    weight = (weight.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    weight[0, :32] = 0
+    weight[1 % n, :32] = -0.25
+    weight[2 % n, :32] = 1e-39
+    return weight
+
+
+def _check_linear(backend: Backend, rng: np.random.Generator, quant: Quant) -> Check:
+    errors = []
+    for n, k in LINEAR_SHAPES:
+        case = _pack(backend, rng.standard_normal((n, k), dtype=np.float32), quant)
+        for m in ROWS:
+            x_mk = rng.standard_normal((m, k), dtype=np.float32)
+            x = _fill(backend, x_mk, quantized=quant is not Quant.NONE)
+            residual = rng.standard_normal((m, n), dtype=np.float32)
+            for add in (False, True):
+                out = backend.to_device(residual) if add else _poison(backend, (m, n))
+                backend.linear(x.device, case.slab.weights[Projection.LM_HEAD], out, m, add=add)
+                expected = x.values_mk @ case.values_nk.T + (residual if add else 0)
+                errors.append(nmse(backend.to_host(out), expected))
+        backend.free_slab(case.slab)
+    return _judge(f"linear {quant}", errors, EXACT_STEP)
+
+
+@dataclass(frozen=True)
+class _Filled:
+    device: Activation
+    values_mk: NDArray[np.float64]
+
+
+def _fill(backend: Backend, x_mk: NDArray[np.float32], quantized: bool) -> _Filled:
+    """An activation written from the host, and the values it stands for."""
+    m, k = x_mk.shape
+    x = backend.activation(m, k, quantized)
+    if x.values_mk is not None:
+        backend.write(x.values_mk, x_mk)
+        return _Filled(x, x_mk.astype(np.float64))
+    codes, scales = quantize_activations(x_mk)
+    backend.write(x.codes_mk, codes)
+    backend.write(x.scales_mg, scales)
+    return _Filled(x, (codes.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1))[:, :k])
+
+
+def _check_row_independence(backend: Backend, rng: np.random.Generator) -> Check:
+    """The contract: a row's result has the same bits alone and among others (exact on a GPU, close on the CPU)."""
+    n, k, differing = 516, 1056, 0
+    for quant in Quant:
+        case = _pack(backend, rng.standard_normal((n, k), dtype=np.float32), quant)
+        x_mk = rng.standard_normal((max(ROWS), k), dtype=np.float32)
+        results = []
+        for m in ROWS:
+            out = _poison(backend, (m, n))
+            x = _fill(backend, x_mk[:m], quantized=quant is not Quant.NONE)
+            backend.linear(x.device, case.slab.weights[Projection.LM_HEAD], out, m)
+            results.append(backend.to_host(out))
+        for result in results:
+            same = np.array_equal(result.view(np.uint32), results[-1][: len(result)].view(np.uint32))
+            close = backend.name == "cpu" and nmse(result, results[-1][: len(result)]) <= EXACT_STEP
+            differing += not (same or close)
+        backend.free_slab(case.slab)
+    return Check("linear, rows alone and together", differing == 0, f"{differing} of {4 * len(ROWS)} batches differ")
+
+
+def _check_norm(backend: Backend, rng: np.random.Generator) -> Check:
+    errors = []
+    for k in (32, 96, 2048):
+        for m in ROWS:
+            h = rng.standard_normal((m, k), dtype=np.float32) * 3
+            weight = rng.standard_normal(k, dtype=np.float32)
+            out = backend.activation(m, k, quantized=False)
+            backend.write(out.values_mk, np.full((m, k), np.nan, np.float32))
+            backend.norm(backend.to_device(h), backend.to_device(weight), 1e-6, out, m)
+            wide = h.astype(np.float64)
+            expected = weight * wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-6)
+            errors.append(nmse(backend.to_host(out.values_mk), expected))
+    return _judge("RMSNorm", errors, EXACT_STEP)
+
+
+def _check_silu_mul(backend: Backend, rng: np.random.Generator) -> Check:
+    errors = []
+    for k in (32, 96, 6144):
+        for m in ROWS:
+            gate_up = rng.standard_normal((m, 2 * k), dtype=np.float32) * 4
+            out = backend.activation(m, k, quantized=False)
+            backend.write(out.values_mk, np.full((m, k), np.nan, np.float32))
+            backend.silu_mul(backend.to_device(gate_up), k, out, m)
+            gate, up = gate_up[:, :k].astype(np.float64), gate_up[:, k:].astype(np.float64)
+            errors.append(nmse(backend.to_host(out.values_mk), gate / (1 + np.exp(-gate)) * up))
+    return _judge("silu x up", errors, EXACT_STEP)
+
+
+def _state(backend: Backend, ctx: int, position: int, half: int, rng: np.random.Generator) -> SequenceState:
+    angles = rng.uniform(-3, 3, (ctx, half))
+    return SequenceState(
+        tokens=backend.zeros((ctx + 1,), np.int32),
+        position=backend.to_device(np.array([position], np.int32)),
+        chosen=backend.zeros((1,), np.int32),
+        cos_sd=backend.to_device(np.cos(angles).astype(np.float32)),
+        sin_sd=backend.to_device(np.sin(angles).astype(np.float32)),
+    )
+
+
+def _check_attention(backend: Backend, rng: np.random.Generator, dtype: np.dtype[Any]) -> Check:
+    """q/k norm, rotation, cache write and attention in one: queries over a cache whose unread slots hold NaN."""
+    errors = []
+    for num_heads, num_kv_heads, d in ((4, 2, 16), (6, 2, 64), (16, 8, 128)):
+        kv_size = num_kv_heads * d
+        heads = HeadShape(num_heads, num_kv_heads, d, num_heads * d, num_heads * d + kv_size, 1e-6)
+        for num_slots in CONTEXTS:
+            for m in (1, 9, 40):
+                if m > num_slots:
+                    continue
+                ctx, first = num_slots + 3, num_slots - m
+                old = rng.standard_normal((2, num_kv_heads, ctx, d)).astype(dtype)
+                old[:, :, first:] = np.nan
+                state = _state(backend, ctx, first, d // 2, rng)
+                kv = KvLayer(backend.to_device(old[0].copy()), backend.to_device(old[1].copy()))
+                qkv = rng.standard_normal((m, num_heads * d + 2 * kv_size), dtype=np.float32)
+                norms = rng.uniform(0.5, 1.5, (2, d)).astype(np.float32)
+                q = backend.zeros((m, num_heads, d), np.float32)
+                q_norm, k_norm = backend.to_device(norms[0].copy()), backend.to_device(norms[1].copy())
+                backend.rope_store(backend.to_device(qkv), q_norm, k_norm, heads, state, kv, q, m)
+                out = backend.activation(m, num_heads * d, quantized=False)
+                backend.reserve_attention(heads, m, ctx)
+                backend.attend(q, kv, heads, state, out, m, num_slots)
+                table = [backend.to_host(t)[first:num_slots].astype(np.float64) for t in (state.cos_sd, state.sin_sd)]
+                expected = _attention_float64(qkv.astype(np.float64), norms, old, heads, table[0], table[1], first)
+                errors.append(nmse(backend.to_host(out.values_mk), expected))
+    return _judge(f"attention, {dtype} cache", errors, F16_CACHE if dtype == np.float16 else EXACT_STEP)
+
+
+def _attention_float64(
+    qkv: NDArray[np.float64],
+    norms: NDArray[np.float32],
+    old: NDArray[Any],
+    heads: HeadShape,
+    cos: NDArray[np.float64],
+    sin: NDArray[np.float64],
+    first: int,
+) -> NDArray[np.float64]:
+    m, d = len(qkv), heads.head_dim
+
+    def turned(x: NDArray[np.float64], weight: NDArray[np.float32]) -> NDArray[np.float64]:
+        x = weight * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + heads.norm_eps)
+        a, b = x[..., : d // 2], x[..., d // 2 :]
+        c, s = cos[:, None], sin[:, None]
+        return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+    q = turned(qkv[:, : heads.k_column].reshape(m, -1, d), norms[0])
+    k = turned(qkv[:, heads.k_column : heads.v_column].reshape(m, -1, d), norms[1])
+    v = qkv[:, heads.v_column :].reshape(m, -1, d)
+    keys = np.concatenate([old[0][:, :first].transpose(1, 0, 2), k.astype(old.dtype)]).astype(np.float64)
+    values = np.concatenate([old[1][:, :first].transpose(1, 0, 2), v.astype(old.dtype)]).astype(np.float64)
+    out = np.empty((m, heads.num_heads, d))
+    for row in range(m):
+        for head in range(heads.num_heads):
+            seen = first + row + 1
+            scores = keys[:seen, head // heads.queries_per_kv] @ q[row, head] * d**-0.5
+            p = np.exp(scores - scores.max())
+            out[row, head] = p @ values[:seen, head // heads.queries_per_kv] / p.sum()
+    return out.reshape(m, -1)
+
+
+def _check_choice(backend: Backend, rng: np.random.Generator) -> Check:
+    wrong = 0
+    cases: list[Callable[[NDArray[np.float32]], None]] = [
+        lambda logits: None,
+        lambda logits: logits.__setitem__([5, 900, 4999], 50.0),
+        lambda logits: logits.__setitem__(slice(5000, None), 99.0),
+        lambda logits: logits.__setitem__(slice(0, 4000), np.nan),
+        lambda logits: logits.__setitem__(slice(None), -np.inf),
+    ]
+    for edit in cases:
+        logits = rng.standard_normal(6000, dtype=np.float32)
+        edit(logits)
+        state = _state(backend, 8, 3, 4, rng)
+        backend.choose(backend.to_device(logits), 5000, state, 2)
+        expected = int(np.nanargmax(logits[:5000]))
+        found = int(backend.to_host(state.chosen)[0]), int(backend.to_host(state.position)[0])
+        wrong += found != (expected, 5) or int(backend.to_host(state.tokens)[5]) != expected
+    return Check("choice of the next id", wrong == 0, f"{wrong} of {len(cases)} cases wrong")
