@@ -168,8 +168,8 @@ def _words(value: object) -> str:
 def _read_rate(run: RunReport) -> str:
     if run.read_gb_per_s is None:
         return ""
-    rate = f", {run.read_gb_per_s:.1f} GB/s"
+    rate = f", {run.read_gb_per_s:.3g} GB/s"
     if run.device_read_gb_per_s is None:
         return rate
     share = 100 * run.read_gb_per_s / run.device_read_gb_per_s
-    return f"{rate}, {share:.0f} % of the card's {run.device_read_gb_per_s:.0f} GB/s"
+    return f"{rate}, {share:.0f} % of the card's {run.device_read_gb_per_s:.4g} GB/s"

@@ -95,3 +95,12 @@ def test_what_it_cannot_do_is_refused(selftest: Selftest) -> None:
 
 def test_the_switches_of_the_window_are_not_its_own(selftest: Selftest) -> None:
     assert selftest(GOOD, VLLM_CUDA_STREAM="garbage")[0] == 0
+
+
+def test_the_embedded_model_passes_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code = app.execute(["selftest", "--json", "--quiet"], {"VLLM_CUDA_INFER": "0"})
+    out, err = capsys.readouterr()
+    assert (exit_code, err) == (0, "")
+    result = json.loads(out)
+    assert result["passed"] is True
+    assert len(result["checks"]) > 10
