@@ -108,6 +108,8 @@ class Engine:
         if self.chat is not None:
             warnings += self.chat.warnings
         backend = self._open_backend(notes)
+        self.backend = backend
+        backend.check_heads(model.text.head_dim, model.text.num_heads // model.text.num_kv_heads)
         quantized = config.quant is not Quant.NONE
         weights = plan_weights(model, config.quant, self._stored_element)
         embedding = self.checkpoint.tensor(EMBEDDING)
@@ -124,7 +126,7 @@ class Engine:
         notes += plan.notes
         if config.vram_bytes is None:
             self._read_gb_per_s = backend.read_rate_gb_per_s()
-        self.backend, self.plan, self._weights = backend, plan, weights
+        self.plan, self._weights = plan, weights
 
         store = WeightStore(
             backend,

@@ -54,7 +54,7 @@ class Generation:
         device_read_gb_per_s: float | None = None,
         observe: Observer | None = None,
     ) -> None:
-        self._backend, self._model, self._store, self._state = backend, model, store, state
+        self._backend, self._model, self._store, self.state = backend, model, store, state
         self._prompt_ids = prompt_ids
         self._max_new_tokens = max_new_tokens
         self._stop_ids = stop_ids
@@ -138,22 +138,22 @@ class Generation:
         hidden_sk = None
         if self._logits != "none":
             hidden_sk = backend.zeros((total, model.h_mk.shape[1]), np.float32)
-        backend.write(self._state.tokens[:total], np.array(self._prompt_ids, np.int32))
-        backend.write(self._state.position, np.zeros(1, np.int32))
+        backend.write(self.state.tokens[:total], np.array(self._prompt_ids, np.int32))
+        backend.write(self.state.position, np.zeros(1, np.int32))
         backend.synchronize()
         before = backend.mark()
         while self._position < total:
             rows = min(self._chunk, total - self._position)
             self._store.begin_pass()
-            model.forward(self._state, rows, self._position + rows, self._observe)
+            model.forward(self.state, rows, self._position + rows, self._observe)
             if hidden_sk is not None:
                 backend.copy(hidden_sk[self._position : self._position + rows], model.h_mk[:rows])
             self._position += rows
             if self._position < total:
-                backend.advance(self._state, rows)
+                backend.advance(self.state, rows)
         after = backend.mark()
         model.logits(model.h_mk[rows - 1 : rows], 1)
-        backend.choose(model.logits_mv[0], self._num_ids, self._state, rows)
+        backend.choose(model.logits_mv[0], self._num_ids, self.state, rows)
         self._prefill_ms = backend.elapsed_ms(before, after)
         return before, hidden_sk
 
@@ -161,28 +161,28 @@ class Generation:
         self._position += 1
         if not (self._backend.can_capture and self._store.is_static):
             self._store.begin_pass()
-            self._submit_token(self._position)
+            self.submit_token(self._position)
         else:
             splits = -(-self._position // CAPTURE_SLOTS)
             replay = self._replays.get(splits)
             if replay is None:
                 # The first token of a split count runs plainly, which also loads every kernel the capture records.
                 self._store.begin_pass()
-                self._submit_token(self._position)
-                self._replays[splits] = self._backend.capture(lambda: self._submit_token(splits * CAPTURE_SLOTS))
+                self.submit_token(self._position)
+                self._replays[splits] = self._backend.capture(lambda: self.submit_token(splits * CAPTURE_SLOTS))
             else:
                 self._store.begin_pass()
                 self._store.count_resident_pass()
                 replay()
         self._num_decode_passes += 1
 
-    def _submit_token(self, num_slots: int) -> None:
-        self._model.forward(self._state, 1, num_slots)
+    def submit_token(self, num_slots: int) -> None:
+        self._model.forward(self.state, 1, num_slots)
         self._model.logits(self._model.h_mk, 1)
-        self._backend.choose(self._model.logits_mv[0], self._num_ids, self._state, 1)
+        self._backend.choose(self._model.logits_mv[0], self._num_ids, self.state, 1)
 
     def _read_chosen(self) -> int:
-        chosen = int(self._backend.to_host(self._state.chosen)[0])
+        chosen = int(self._backend.to_host(self.state.chosen)[0])
         if chosen < 0:
             raise InternalError(
                 f"no logit is a number at step {len(self._ids)}: the weights or the activations overflow"

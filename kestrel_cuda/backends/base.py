@@ -214,6 +214,9 @@ class Backend(Protocol):
     ) -> None:
         """Causal attention of each query over slots 0 .. position + row; `num_slots` is position + num_rows."""
 
+    def check_heads(self, head_dim: int, queries_per_kv: int) -> None:
+        """Raise DeviceError when `attend` has no way to serve such heads."""
+
     def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
         """Allocate what `attend` needs for these sizes, once."""
 

@@ -277,6 +277,9 @@ class CpuBackend:
             result[rows] = (p @ v / p.sum(axis=-1, keepdims=True)).transpose(2, 0, 1, 3)
         self._fill(out, result.reshape(num_rows, -1))
 
+    def check_heads(self, head_dim: int, queries_per_kv: int) -> None:
+        pass
+
     def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
         pass
 

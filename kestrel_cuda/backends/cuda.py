@@ -243,7 +243,8 @@ class CudaBackend:
             warps = min(MAX_WARPS, max(1, -(-geometry.num_inputs // PIECE_INPUTS)))
             self.kernels["linear_float"](
                 (-(-geometry.n_padded // 32), -(-num_rows // FLOAT_ROWS)), (32 * max(warps, FLOAT_ROWS),),
-                x_mk=x.values_mk, values_kn=weight.codes_kn, weight_kind=_WEIGHT_KINDS[geometry.element], k=geometry.num_inputs, **common,
+                x_mk=x.values_mk, values_kn=weight.codes_kn, weight_kind=_WEIGHT_KINDS[geometry.element],
+                k=geometry.num_inputs, **common,
             )  # fmt: skip
             return
         assert x.codes_mk is not None
@@ -274,12 +275,14 @@ class CudaBackend:
             ctx=kv.k_hsd.shape[1], kv_kind=_TABLE_KINDS[kv.k_hsd.dtype], eps=heads.norm_eps,
         )  # fmt: skip
 
-    def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
-        if heads.head_dim not in HEAD_DIMS or heads.queries_per_kv > MAX_QUERIES_PER_KV:
+    def check_heads(self, head_dim: int, queries_per_kv: int) -> None:
+        if head_dim not in HEAD_DIMS or queries_per_kv > MAX_QUERIES_PER_KV:
             raise DeviceError(
-                f"the GPU kernels take a head_dim of {', '.join(map(str, HEAD_DIMS))} and up to {MAX_QUERIES_PER_KV} "
-                f"query heads a kv head; this checkpoint has {heads.head_dim} and {heads.queries_per_kv}; use --backend cpu"
+                f"this checkpoint has a head_dim of {head_dim} and {queries_per_kv} query heads a kv head; the GPU "
+                f"kernels take {', '.join(map(str, HEAD_DIMS))} and up to {MAX_QUERIES_PER_KV}: use --backend cpu"
             )
+
+    def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
         rows, splits = min(max_rows, SPLIT_MAX_ROWS), -(-ctx // SPLIT_SLOTS)
         stats = (rows, heads.num_heads, splits)
         self._attention = (

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
 from kestrel_cli import app
 from kestrel_cli import run as run_command
-
 from kestrel_cuda.config import EngineConfig
 from tests.cli.fake_engine import FakeEngine
 

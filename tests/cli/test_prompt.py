@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+
 from kestrel_cli import options
 from kestrel_cli.prompt import BUILT_IN_QUESTION, ChatPrompt, IdsPrompt, Prompt, RawPrompt, decode, read_prompt
-
 from kestrel_cuda.errors import InputError
 
 

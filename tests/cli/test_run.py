@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kestrel_cli.prompt import BUILT_IN_QUESTION
 
+from kestrel_cli.prompt import BUILT_IN_QUESTION
 from kestrel_cuda.errors import CheckpointError, DeviceError, InternalError
 from tests.cli.conftest import CommandLine
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kestrel_cli import app
 from kestrel_cli.options import MODEL
 from kestrel_cli.prompt import BUILT_IN_QUESTION

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+
 from kestrel_cli import app
 from kestrel_cli import selftest as selftest_command
-
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import DeviceError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kestrel_cli import options
 from kestrel_cli.settings import Setting, Settings
-
 from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.errors import SettingError
 
