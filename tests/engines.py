@@ -1,0 +1,80 @@
+"""Loads engines for tests and collects what a run says. Knows no expected value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kestrel_cuda.config import EngineConfig, Quant
+from kestrel_cuda.engine import Engine
+from kestrel_cuda.generate import Generation
+from kestrel_cuda.report import LoadReport, ResidencyReport, RunReport
+
+QUANTS = [Quant.Q8_0, Quant.Q4_0, Quant.G256, Quant.NONE]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished generation."""
+
+    report: RunReport
+    prompt_logits: NDArray[np.float32]
+    step_logits: NDArray[np.float32]
+    streamed: str
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.report.ids)
+
+    @property
+    def residency(self) -> ResidencyReport:
+        return self.report.residency
+
+    @property
+    def digest(self) -> str:
+        assert self.report.logits_sha256 is not None
+        return self.report.logits_sha256
+
+
+class Engines:
+    """Opens and loads engines, and closes all of them at the end."""
+
+    def __init__(self) -> None:
+        self._opened: list[Engine] = []
+
+    def load(
+        self, model: Path, backend: str, *, ctx: int = 64, num_prompt: int | None = None, **config: Any
+    ) -> tuple[Engine, LoadReport]:
+        engine = Engine.open(EngineConfig(model=model, backend=backend, **config))  # type: ignore[arg-type]
+        self._opened.append(engine)
+        return engine, engine.load(ctx, num_prompt)
+
+    def close(self) -> None:
+        for engine in self._opened:
+            engine.close()
+        self._opened.clear()
+
+
+def generate(
+    engine: Engine, prompt_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True, **options: Any
+) -> Run:
+    """Run to the end with every logit kept."""
+    generation = engine.generate(prompt_ids, max_new_tokens, ignore_eos, "keep", **options)
+    return finish(generation)
+
+
+def finish(generation: Generation) -> Run:
+    streamed = "".join(token.text for token in generation)
+    assert generation.prompt_logits is not None
+    assert generation.step_logits is not None
+    return Run(generation.report(), generation.prompt_logits, generation.step_logits, streamed)
+
+
+def random_ids(num_ids: int, seed: int = 0) -> list[int]:
+    """Ids of ordinary tokens of the small tokenizer."""
+    return [int(i) for i in np.random.default_rng(seed).integers(1, 600, num_ids)]
