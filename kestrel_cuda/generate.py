@@ -20,7 +20,6 @@ from kestrel_cuda.inputs.tokenizer import TextStream
 from kestrel_cuda.model.text import LOGIT_ROWS, Observer, TextModel
 from kestrel_cuda.report import ResidencyReport, RunReport, StopReason, TimingReport, Token
 from kestrel_cuda.residency.store import WeightStore
-from kestrel_cuda.weight_keys import LM_HEAD_LAYER
 
 LogitsWish = Literal["none", "hash", "keep"]
 CAPTURE_SLOTS = 256
@@ -232,9 +231,9 @@ class Generation:
         passes = self._num_decode_passes
         memory = self._backend.memory()
         return ResidencyReport(
-            weights_resident_end=cache.num_weights,
-            layers_resident_end=sum(layer != LM_HEAD_LAYER for layer in cache.layers),
-            prefetched_layers=0,
+            weights_resident_end=store.weights_resident,
+            layers_resident_end=store.layers_resident,
+            prefetched_layers=store.prefetched_layers,
             peak_layers=counters.peak_layers,
             peak_weight_bytes=counters.peak_weight_bytes,
             uploads_per_token=sum(counters.pass_uploads[-passes:]) / passes if passes else 0.0,

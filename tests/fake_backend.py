@@ -42,6 +42,8 @@ class FakeBackend:
         self._numbers: dict[int, int] = {}
         self._host_layouts: dict[int, SlabLayout] = {}
         self._host: list[NDArray[np.uint8]] = []
+        self._arriving: dict[int, NDArray[np.uint8]] = {}
+        self._readable: set[int] = set()
 
     def count(self, what: str) -> int:
         return sum(event.what == what for event in self.events)
@@ -67,6 +69,7 @@ class FakeBackend:
     def free_slab(self, slab: Slab) -> None:
         assert self._live.pop(id(slab), None) is slab, "a slab was freed twice, or never allocated"
         slab.raw[:] = FREED
+        self._readable.discard(id(slab))
         self._host.append(slab.raw)  # keeps id(slab) from being met again
         self.allocated_bytes -= slab.layout.num_bytes
         self._record("free", slab, slab.layout.layer)
@@ -78,15 +81,25 @@ class FakeBackend:
         return host
 
     def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None:
+        """The bytes arrive at `wait_upload`; until then the slab holds other ones."""
         layout = self._host_layouts[id(host)]
         assert id(slab) in self._live, "an upload into a slab that was freed"
         assert slab.layout.geometry == layout.geometry, "an upload into a slab of another geometry"
         for layer in self._layers_in(slab):
             raise AssertionError(f"layer {layout.layer} is uploaded over layer {layer}, which is resident")
         assert (host == marker(layout.layer)).all(), f"the host copy of layer {layout.layer} holds another's bytes"
-        slab.raw[:] = host
+        assert id(slab) not in self._readable, "an upload over a slab that submitted steps may still read"
+        slab.raw[:] = UNSET
+        self._arriving[id(slab)] = host
         self.bytes_uploaded += host.nbytes
         self._record("upload", slab, layout.layer)
+
+    def wait_upload(self, slab: Slab) -> None:
+        slab.raw[:] = self._arriving.pop(id(slab))
+        self._readable.add(id(slab))
+
+    def release(self, slab: Slab) -> None:
+        self._readable.discard(id(slab))
 
     def download(self, host: NDArray[np.uint8], slab: Slab) -> None:
         assert id(slab) in self._live, "a download from a slab that was freed"
@@ -171,7 +184,7 @@ def run_token(store: WeightStore, num_layers: int) -> None:
     """One pass over all layers and lm_head, each found to hold its own bytes."""
     store.begin_pass()
     for layer in range(num_layers):
-        for projection, weight in store.layer(layer).items():
+        for projection, weight in store.layer(layer).weights.items():
             codes = np.asarray(weight.codes_kn).view(np.uint8)
             assert (codes == marker(layer)).all(), f"layer {layer}: {projection.name} holds another's bytes"
     head = np.asarray(store.lm_head().codes_kn).view(np.uint8)

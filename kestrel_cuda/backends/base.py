@@ -46,11 +46,15 @@ class DeviceWeight:
 
 @dataclass(frozen=True)
 class Slab:
-    """Device bytes that hold every packed matrix of one layer; `layout.layer` is whoever used it first."""
+    """Device bytes that hold every packed matrix of one layer; `layout.layer` is whoever used it first.
+
+    `events` is the backend's own: when the bytes have arrived, and when their last reader is done.
+    """
 
     layout: SlabLayout
     raw: Array
     weights: Mapping[Projection, DeviceWeight]
+    events: Any = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,15 @@ class Backend(Protocol):
     def allocate_slab(self, layout: SlabLayout) -> Slab: ...
     def free_slab(self, slab: Slab) -> None: ...
     def host_slab(self, layout: SlabLayout) -> NDArray[np.uint8]: ...
-    def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None: ...
+    def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None:
+        """Start copying a host slab over, beside the steps; it begins once the slab's last readers are done."""
+
+    def wait_upload(self, slab: Slab) -> None:
+        """Make the steps submitted from here on wait for the slab's upload."""
+
+    def release(self, slab: Slab) -> None:
+        """Nothing submitted from here on reads the slab: a later upload into it waits only for what came before."""
+
     def download(self, host: NDArray[np.uint8], slab: Slab) -> None: ...
     def packer(self) -> Packer: ...
     def host_pinned_bytes(self) -> int: ...

@@ -157,6 +157,12 @@ class CpuBackend:
     def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None:
         np.copyto(slab.raw, host)
 
+    def wait_upload(self, slab: Slab) -> None:
+        pass
+
+    def release(self, slab: Slab) -> None:
+        pass
+
     def download(self, host: NDArray[np.uint8], slab: Slab) -> None:
         np.copyto(host, slab.raw)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ _TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.flo
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
 
 
+@dataclass(frozen=True)
+class SlabEvents:
+    """`ready`: the last upload has arrived. `read`: the steps that read the slab before it was released are done."""
+
+    ready: Any
+    read: Any
+
+
 class CudaBackend:
     """One GPU. Raises DeviceError when it is missing, too old, or the driver cannot be used."""
 
@@ -82,6 +91,7 @@ class CudaBackend:
         cupy.cuda.Device(device).use()
         self.device_memory = DeviceMemory(device)
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.copy_stream = cupy.cuda.Stream(non_blocking=True)
         self.kernels = KernelLibrary(self.stream, cubin_dir)
         self._attention: tuple[Any, Any, Any, Any] | None = None
         self._best = self.zeros((256,), np.float32)
@@ -143,10 +153,12 @@ class CudaBackend:
             scales = raw[entry.scales_offset : entry.scales_offset + geometry.scales_bytes]
             scales_gn = scales.view(np.float16).reshape(geometry.scales_shape) if geometry.element.is_grouped else None
             weights[entry.key.projection] = DeviceWeight(geometry, codes_kn, scales_gn)
-        return Slab(layout, raw, weights)
+        events = SlabEvents(cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True))
+        events.read.record(self.stream)
+        return Slab(layout, raw, weights, events)
 
     def free_slab(self, slab: Slab) -> None:
-        self.stream.synchronize()
+        self.synchronize()
         self.device_memory.free(slab.raw)
 
     def host_slab(self, layout: SlabLayout) -> NDArray[np.uint8]:
@@ -156,7 +168,15 @@ class CudaBackend:
         return host
 
     def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None:
-        slab.raw.data.copy_from_host_async(ctypes.c_void_p(host.ctypes.data), host.nbytes, self.stream)
+        self.copy_stream.wait_event(slab.events.read)
+        slab.raw.data.copy_from_host_async(ctypes.c_void_p(host.ctypes.data), host.nbytes, self.copy_stream)
+        slab.events.ready.record(self.copy_stream)
+
+    def wait_upload(self, slab: Slab) -> None:
+        self.stream.wait_event(slab.events.ready)
+
+    def release(self, slab: Slab) -> None:
+        slab.events.read.record(self.stream)
 
     def download(self, host: NDArray[np.uint8], slab: Slab) -> None:
         slab.raw.data.copy_to_host_async(ctypes.c_void_p(host.ctypes.data), host.nbytes, self.stream)
@@ -180,6 +200,7 @@ class CudaBackend:
         return float(cupy.cuda.get_elapsed_time(start, end))
 
     def synchronize(self) -> None:
+        self.copy_stream.synchronize()
         self.stream.synchronize()
 
     def capture(self, steps: Callable[[], None]) -> Callable[[], None]:
@@ -367,7 +388,7 @@ class CudaBackend:
         self.kernels["advance_position"]((1,), (1,), position=state.position, num_rows=num_rows)
 
     def close(self) -> None:
-        self.stream.synchronize()
+        self.synchronize()
         self.device_memory.close()
 
 

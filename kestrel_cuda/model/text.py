@@ -112,7 +112,7 @@ class TextModel:
         if observe:
             observe("embed", backend.to_host(h[:num_rows]))
         for layer, (norms, kv) in enumerate(zip(self._fixed.layers, self._cache.layers, strict=True)):
-            weights = store.layer(layer)
+            weights = store.layer(layer).weights
             backend.norm(h, norms.input_k, self._text.rms_norm_eps, self._hidden, num_rows)
             self._joint(weights, self._qkv_output, self._qkv, num_rows)
             backend.rope_store(self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, num_rows)

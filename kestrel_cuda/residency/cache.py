@@ -68,17 +68,17 @@ class WeightCache:
         """One resident weight by its key; key 0 is never cached."""
         return self._by_key.get(key.packed)
 
-    def make_room(self, num_bytes: int, num_entries: int) -> list[Slab]:
-        """Evict least recently used slabs until this much more fits; returns what left.
+    def make_room(self, num_bytes: int, num_entries: int) -> dict[int, Slab]:
+        """Evict least recently used layers until this much more fits; returns what left, by layer.
 
         Pinned slabs stay, so the budget is exceeded when nothing else is left to evict.
         """
-        left = []
+        left = {}
         for layer in self.layers:
             if self.num_bytes + num_bytes <= self.budget_bytes and len(self) + num_entries <= self.max_entries:
                 break
             if not self._resident[layer].pinned:
-                left.append(self.evict(layer))
+                left[layer] = self.evict(layer)
         return left
 
     def put(self, layer: int, slab: Slab, keys: tuple[WeightKey, ...], *, pinned: bool = False) -> None:

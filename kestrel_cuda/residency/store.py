@@ -6,9 +6,10 @@ host copy at all; otherwise each layer has one, packed and contiguous, so an upl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from kestrel_cuda.backends.base import Backend, DeviceWeight, PackedTensor, Slab, SourceMatrix
 from kestrel_cuda.quant.packed import SlabEntry, SlabLayout
 from kestrel_cuda.residency.cache import MAX_ENTRIES, WeightCache
-from kestrel_cuda.residency.pool import BufferPool
-from kestrel_cuda.residency.window import ResidencyWindow
+from kestrel_cuda.residency.pool import MAX_BUFFERS, BufferPool
+from kestrel_cuda.residency.window import ResidencyWindow, upcoming
 from kestrel_cuda.weight_keys import LM_HEAD_LAYER, Projection
 
 MemberSource = Callable[[SlabEntry], Sequence[SourceMatrix]]
@@ -40,6 +41,7 @@ class WeightStore:
     """Device weights of every layer and lm_head.
 
     `window` None keeps every layer; `preload` uploads all of them at load time and needs no host copy.
+    `evict` "free" gives evicted slabs back to the driver instead of the pool, to show what that costs.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class WeightStore:
         window: ResidencyWindow | None,
         preload: bool,
         budget_bytes: int,
+        evict: Literal["pool", "free"] = "pool",
     ) -> None:
         self._backend = backend
         self._layouts = {layout.layer: layout for layout in (*layouts, lm_head)}
@@ -59,7 +62,9 @@ class WeightStore:
         self._preload = preload and window is None
         num_entries = sum(len(layout.entries) for layout in self._layouts.values())
         self.cache = WeightCache(budget_bytes, max(MAX_ENTRIES, num_entries))
-        self.pool = BufferPool()
+        self.pool = BufferPool(MAX_BUFFERS if evict == "pool" else 0)
+        self._ahead: set[int] = set()
+        self._arriving: dict[int, Slab] = {}
         self._host: dict[int, NDArray[np.uint8]] = {}
         self.counters = StoreCounters([0] * self._num_layers)
 
@@ -107,17 +112,39 @@ class WeightStore:
             self._backend.free_slab(scratch)
         return found
 
-    def layer(self, layer: int) -> Mapping[Projection, DeviceWeight]:
-        """Enter a layer: apply the window, upload the layer if it is not there, return its weights."""
+    def layer(self, layer: int) -> Slab:
+        """Enter a layer: apply the window, upload the layer if it is not there, start what comes next, return it."""
+        self._ahead.discard(layer)
         if self._window is not None:
             resident = [other for other in self.cache.layers if other != LM_HEAD_LAYER]
-            for dropped in self._window.layers_to_drop(layer, resident):
-                self._release(self.cache.evict(dropped))
-        return self._fetch(layer).weights
+            for dropped in self._window.layers_to_drop(layer, resident, self._ahead):
+                self._release(dropped, self.cache.evict(dropped))
+        slab = self._fetch(layer)
+        self._prefetch(layer)
+        self._await(layer)
+        return slab
 
     def lm_head(self) -> DeviceWeight:
         """The output matrix, which never leaves once it is there."""
-        return self._fetch(LM_HEAD_LAYER).weights[Projection.LM_HEAD]
+        slab = self._fetch(LM_HEAD_LAYER)
+        self._await(LM_HEAD_LAYER)
+        return slab.weights[Projection.LM_HEAD]
+
+    @property
+    def prefetched_layers(self) -> int:
+        """Layers fetched for a use that has not come yet."""
+        return len(self._ahead)
+
+    @property
+    def weights_resident(self) -> int:
+        """Matrices of the checkpoint on the device, those of prefetched layers left out."""
+        ahead = sum(self._layouts[layer].num_weights for layer in self._ahead)
+        return self.cache.num_weights - ahead
+
+    @property
+    def layers_resident(self) -> int:
+        """Layers on the device, prefetched ones left out."""
+        return sum(layer != LM_HEAD_LAYER for layer in self.cache.layers) - len(self._ahead)
 
     def reset_counters(self) -> None:
         """Start counting anew; what is resident now is where the peak starts."""
@@ -154,21 +181,39 @@ class WeightStore:
         self._host.clear()
 
     def _fetch(self, layer: int) -> Slab:
-        slab = self.cache.get(layer)
-        if slab is None:
-            layout = self._layouts[layer]
-            for evicted in self.cache.make_room(layout.num_bytes, len(layout.entries)):
-                self._release(evicted)
-            slab = self.pool.take(layout) or self._backend.allocate_slab(layout)
-            self._backend.upload(slab, self._host[layer])
-            self._enter(layer, slab)
-            self.counters.h2d_bytes += layout.num_bytes
-            if self.counters.pass_uploads:
-                self.counters.pass_h2d_bytes[-1] += layout.num_bytes
-                self.counters.pass_uploads[-1] += layer != LM_HEAD_LAYER
-            if layer != LM_HEAD_LAYER:
-                self.counters.layer_uploads[layer] += 1
+        return self.cache.get(layer) or self._upload(layer)
+
+    def _upload(self, layer: int) -> Slab:
+        layout = self._layouts[layer]
+        for crowded_out, slab in self.cache.make_room(layout.num_bytes, len(layout.entries)).items():
+            self._release(crowded_out, slab)
+        slab = self.pool.take(layout) or self._backend.allocate_slab(layout)
+        self._backend.upload(slab, self._host[layer])
+        self._arriving[layer] = slab
+        self._enter(layer, slab)
+        self.counters.h2d_bytes += layout.num_bytes
+        if self.counters.pass_uploads:
+            self.counters.pass_h2d_bytes[-1] += layout.num_bytes
+            self.counters.pass_uploads[-1] += layer != LM_HEAD_LAYER
+        if layer != LM_HEAD_LAYER:
+            self.counters.layer_uploads[layer] += 1
         return slab
+
+    def _await(self, layer: int) -> None:
+        slab = self._arriving.pop(layer, None)
+        if slab is not None:
+            self._backend.wait_upload(slab)
+
+    def _prefetch(self, current: int) -> None:
+        """Start uploading the next missing layers, in the order they are used, until `prefetch` are on their way."""
+        if self._window is None or self._window.prefetch == 0:
+            return
+        for layer in upcoming(current, self._num_layers):
+            if len(self._ahead) >= self._window.prefetch:
+                return
+            if layer not in self.cache:
+                self._upload(layer)
+                self._ahead.add(layer)
 
     def _enter(self, layer: int, slab: Slab) -> None:
         keys = tuple(entry.key for entry in self._layouts[layer].entries)
@@ -180,7 +225,10 @@ class WeightStore:
         self.counters.peak_layers = max(self.counters.peak_layers, num_layers)
         self.counters.peak_weight_bytes = max(self.counters.peak_weight_bytes, self.cache.num_bytes)
 
-    def _release(self, slab: Slab) -> None:
+    def _release(self, layer: int, slab: Slab) -> None:
+        self._ahead.discard(layer)
+        self._arriving.pop(layer, None)
+        self._backend.release(slab)
         if not self.pool.give_back(slab):
             self._backend.free_slab(slab)
 

@@ -70,7 +70,7 @@ def test_the_least_recently_used_leaves_first() -> None:
     cache.get(0)
     cache.get(2)
     assert cache.layers == [1, 3, 0, 2]
-    assert cache.make_room(2 * LAYER_BYTES, 8) == [held[1], held[3]]
+    assert cache.make_room(2 * LAYER_BYTES, 8) == {1: held[1], 3: held[3]}
     assert cache.layers == [0, 2]
     assert all(cache.weight(WeightKey(1, projection)) is None for projection in PLAIN)
 
@@ -78,17 +78,17 @@ def test_the_least_recently_used_leaves_first() -> None:
 def test_room_that_is_there_evicts_nothing() -> None:
     cache = WeightCache(4 * LAYER_BYTES)
     put(cache, 0, 1, 2)
-    assert cache.make_room(LAYER_BYTES, 4) == []
+    assert cache.make_room(LAYER_BYTES, 4) == {}
     assert len(cache.make_room(LAYER_BYTES + 1, 4)) == 1
 
 
 def test_a_pinned_slab_never_leaves() -> None:
     cache = WeightCache(head_layout().num_bytes + LAYER_BYTES)
     put(cache, LM_HEAD_LAYER, 0)
-    assert [slab.layout.layer for slab in cache.make_room(1 << 40, 4)] == [0]
+    assert list(cache.make_room(1 << 40, 4)) == [0]
     assert cache.layers == [LM_HEAD_LAYER]
     assert cache.weight(LM_HEAD) is not None
-    assert cache.make_room(1 << 40, 4) == []
+    assert cache.make_room(1 << 40, 4) == {}
 
 
 def test_any_order_of_use_keeps_to_the_budget() -> None:
