@@ -69,6 +69,26 @@ class KvDtype(StrEnum):
     F32 = "f32"
 
 
+class Policy(StrEnum):
+    """Which layers a residency window lets go of; residency/window.py has the rules."""
+
+    PAST_ONLY = "past-only"
+    PINNED = "pinned"
+    BOTH_SIDES = "both-sides"
+
+
+class Evict(StrEnum):
+    """Where evicted device buffers go: kept for reuse, or back to the driver."""
+
+    POOL = "pool"
+    FREE = "free"
+
+
+_LEAST = {"device": 0, "ctx": 1, "keep": 0, "prefetch": 0, "vram_bytes": 1, "prefill_chunk": 1}
+
+DEFAULT_PREFETCH = 2
+"""Layers fetched ahead under a window when nobody says otherwise."""
+
 CacheBudget = Literal["seeds"] | int | None
 
 
@@ -88,14 +108,16 @@ class EngineConfig:
     kv: KvDtype | None = None
     ctx: int | None = None
     keep: int | None = None
-    policy: Literal["past-only"] = "past-only"
+    policy: Policy = Policy.PAST_ONLY
+    prefetch: int = DEFAULT_PREFETCH
+    evict: Evict = Evict.POOL
     lazy: bool = False
     vram_bytes: int | None = None
     cache_budget: CacheBudget = None
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("device", 0), ("ctx", 1), ("keep", 0), ("vram_bytes", 1), ("prefill_chunk", 1)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SettingError(f"{name} is {value}; it takes a whole number of at least {least}")

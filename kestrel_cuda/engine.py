@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from kestrel_cuda.backends.base import Backend, PackedTensor, SequenceState, Sou
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import widen
-from kestrel_cuda.config import EngineConfig, Quant
+from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.errors import CheckpointError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.chat import encode_chat, end_ids
@@ -27,7 +29,7 @@ from kestrel_cuda.plan import Plan, make_plan
 from kestrel_cuda.quant.packed import Element, SlabEntry
 from kestrel_cuda.report import LoadReport
 from kestrel_cuda.residency.store import WeightStore
-from kestrel_cuda.residency.window import PastOnlyWindow
+from kestrel_cuda.residency.window import make_window
 from kestrel_cuda.weight_keys import WeightKey
 
 _ELEMENTS = {"BF16": Element.BF16, "F16": Element.F16, "F32": Element.F32}
@@ -56,6 +58,7 @@ class Engine:
         self._load_ms = 0.0
         self._embed_host_bytes = 0
         self._read_gb_per_s: float | None = None
+        self._plan_for: Callable[[EngineConfig], Plan] | None = None
 
     @classmethod
     def open(cls, config: EngineConfig) -> Engine:
@@ -113,16 +116,17 @@ class Engine:
         quantized = config.quant is not Quant.NONE
         weights = plan_weights(model, config.quant, self._stored_element)
         embedding = self.checkpoint.tensor(EMBEDDING)
-        plan = make_plan(
-            config,
-            model,
-            weights,
-            backend.memory(),
+        self._plan_for = partial(
+            make_plan,
+            model=model,
+            weights=weights,
+            memory=backend.memory(),
             ctx=ctx,
             num_prompt=num_prompt or ctx,
             embedding_bytes=embedding.data.nbytes,
             on_gpu=backend.name == "cuda",
         )
+        plan = self._plan_for(config)
         notes += plan.notes
         if config.vram_bytes is None:
             self._read_gb_per_s = backend.read_rate_gb_per_s()
@@ -132,9 +136,10 @@ class Engine:
             backend,
             weights.layers,
             weights.lm_head,
-            window=PastOnlyWindow(model.text.num_layers, plan.keep) if plan.keep else None,
+            window=make_window(config.policy, model.text.num_layers, plan.keep, config.prefetch),
             preload=not config.lazy,
             budget_bytes=plan.weight_budget_bytes,
+            evict=config.evict,
         )
         self._store = store
         found = store.load(self._members, lambda done, total: on_progress and on_progress("weights", done, total))
@@ -177,6 +182,18 @@ class Engine:
             notes=tuple(notes),
             warnings=tuple(warnings),
         )
+
+    def set_window(self, keep: int, policy: Policy, prefetch: int, evict: Evict) -> None:
+        """Lay another window over a checkpoint that was loaded with its host copy (`lazy`); 0 keeps everything.
+
+        What was resident is given back to the driver first, so that the new window's peak is its own. Raises
+        DeviceError when it does not fit.
+        """
+        if self._store is None or self.backend is None or self._plan_for is None:
+            raise InternalError("set_window() was called before load()")
+        plan = self._plan_for(replace(self.config, keep=keep, policy=policy, prefetch=prefetch))
+        self._store.set_window(make_window(policy, self.checkpoint.config.text.num_layers, plan.keep, prefetch), evict)
+        self.backend.reset_peak()
 
     def generate(
         self,

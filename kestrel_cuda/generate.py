@@ -224,6 +224,7 @@ class Generation:
             if kept is not None:
                 kept[first : first + rows] = block
         self.prompt_logits = kept
+        self._backend.free(hidden_sk)
 
     def _residency(self) -> ResidencyReport:
         store, counters = self._store, self._store.counters

@@ -11,7 +11,7 @@ from kestrel_cuda.errors import DeviceError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.text import workspace_bytes
 from kestrel_cuda.model.weights import DecoderWeights
-from kestrel_cuda.residency.window import peak_layers
+from kestrel_cuda.residency.window import make_window
 from kestrel_cuda.sizes import format_size
 
 RESIDENT_CHUNK = 512
@@ -83,7 +83,8 @@ def make_plan(
 
     def rows(keep: int, embeddings_on_device: bool) -> list[tuple[str, int]]:
         chunk = _chunk(config, keep, num_prompt)
-        resident = peak_layers(text.num_layers, keep)
+        window = make_window(config.policy, text.num_layers, keep, config.prefetch)
+        resident = window.peak_layers if window else text.num_layers
         return [
             ("driver context and kernels", context_bytes),
             (f"weights of {resident} of {text.num_layers} layers at the peak", resident * layer_bytes),
@@ -100,7 +101,7 @@ def make_plan(
         return sum(b for _, b in planned) <= total and weight_bytes <= cache_budget
 
     cache_budget = _cache_budget_bytes(config.cache_budget, memory.free_bytes, total)
-    choices = [0, *range(text.num_layers // 2, 0, -1)]
+    choices = [0, *range(text.num_layers - 1, 0, -1)]
     best = next((keep for keep in choices if fits(keep, False)), None)
     if best is None:
         needed = sum(b for _, b in rows(1, False))

@@ -19,6 +19,8 @@ KNOWN_KEYS = (
     "kv",
     "keep",
     "policy",
+    "prefetch",
+    "evict",
     "lazy",
     "vram",
     "cache_budget",

@@ -73,7 +73,20 @@ Keep = Annotated[
     typer.Option("--keep", metavar="N|auto|off", help="Layers the residency window keeps; 0 = off.  [default: auto]"),
 ]
 Policy = Annotated[
-    str | None, typer.Option("--policy", metavar="past-only", help="Which layers the window lets go of.")
+    str | None,
+    typer.Option(
+        "--policy",
+        metavar="past-only|pinned|both-sides",
+        help="Which layers the window lets go of. Peak in layers with --keep N and --prefetch D: past-only 2N+D, "
+        "pinned N+1+D; both-sides N+D, but it uploads every layer for every token.  [default: past-only]",
+    ),
+]
+Prefetch = Annotated[
+    str | None, typer.Option("--prefetch", metavar="N", help="Layers fetched ahead; 0 = off.  [default: 2]")
+]
+Evict = Annotated[
+    str | None,
+    typer.Option("--evict", metavar="pool|free", help="Keep evicted buffers, or free them, to see its cost."),
 ]
 Lazy = Annotated[
     bool | None,

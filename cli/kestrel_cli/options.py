@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 from kestrel_cli import values
 from kestrel_cli.settings import Conflict, Setting, Settings, resolve
-from kestrel_cuda.config import CacheBudget, EngineConfig, KvDtype, Quant
+from kestrel_cuda.config import DEFAULT_PREFETCH, CacheBudget, EngineConfig, Evict, KvDtype, Policy, Quant
 from kestrel_cuda.errors import SettingError
 from kestrel_cuda.profiles import load_profile
 from kestrel_cuda.sizes import parse_size
 
 BackendName = Literal["auto", "cuda", "cpu"]
-Policy = Literal["past-only"]
 TableRows = Literal["last", "all", "none"]
 
 _NUMBER_FROM_ONE = "a whole number of at least 1"
@@ -82,7 +81,13 @@ HOST_KEEP = Setting[int](
     blank_is_unset=True,
     is_option=False,
 )
-POLICY = Setting[Policy]("policy", "past-only", "past-only", values.one_of("past-only"), variable="KESTREL_CUDA_POLICY")
+POLICY = Setting[Policy](
+    "policy", Policy.PAST_ONLY, "past-only, pinned or both-sides", Policy, variable="KESTREL_CUDA_POLICY"
+)
+PREFETCH = Setting[int](
+    "prefetch", DEFAULT_PREFETCH, "a whole number of layers", values.number, variable="KESTREL_CUDA_PREFETCH"
+)
+EVICT = Setting[Evict]("evict", Evict.POOL, "pool or free", Evict, variable="KESTREL_CUDA_EVICT")
 LAZY = Setting[bool]("lazy", False)
 VRAM = Setting[int | None]("vram", None, _SIZE, parse_size, variable="KESTREL_CUDA_VRAM")
 CACHE_BUDGET = Setting[CacheBudget](
@@ -118,7 +123,7 @@ _OUTPUT = (JSON, QUIET, DEBUG)
 
 RUN: tuple[Setting[Any], ...] = (
     *_EVERYWHERE,
-    *(CTX, KEEP, POLICY, LAZY),
+    *(CTX, KEEP, POLICY, PREFETCH, EVICT, LAZY),
     *_PROMPTS,
     *(SYSTEM, RAW, MAX_NEW_TOKENS, IGNORE_EOS, LOGITS, EXPECT, TABLE),
     *_OUTPUT,
@@ -178,5 +183,7 @@ def run_config(settings: Settings) -> EngineConfig:
         ctx=settings[CTX],
         keep=settings[KEEP],
         policy=settings[POLICY],
+        prefetch=settings[PREFETCH],
+        evict=settings[EVICT],
         lazy=settings[LAZY],
     )

@@ -40,6 +40,8 @@ def run(
     kv: flags.Kv = None,
     keep: flags.Keep = None,
     policy: flags.Policy = None,
+    prefetch: flags.Prefetch = None,
+    evict: flags.Evict = None,
     lazy: flags.Lazy = None,
     vram: flags.Vram = None,
     cache_budget: flags.CacheBudget = None,

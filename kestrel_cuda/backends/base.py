@@ -154,7 +154,13 @@ class Backend(Protocol):
 
     # memory
     def memory(self) -> MemoryInfo: ...
+    def reset_peak(self) -> None:
+        """Count the peak anew from what is allocated now."""
+
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array: ...
+    def free(self, array: Array) -> None:
+        """Give back an array that `zeros` or `to_device` made."""
+
     def to_device(self, array: NDArray[Any]) -> Array: ...
     def to_host(self, array: Array) -> NDArray[Any]: ...
     def write(self, target: Array, source: NDArray[Any]) -> None: ...
@@ -187,6 +193,9 @@ class Backend(Protocol):
 
     def read_rate_gb_per_s(self) -> float | None:
         """Measured rate of reading device memory; None where the question has no meaning."""
+
+    def link_rate_gb_per_s(self) -> float | None:
+        """Measured rate of plain copies from pinned host memory to the device; None where there is no link."""
 
     # steps
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation: ...

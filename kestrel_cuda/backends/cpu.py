@@ -113,6 +113,9 @@ class CpuBackend:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return MemoryInfo(free, pages, self._allocated_bytes, self._peak_bytes, 0)
 
+    def reset_peak(self) -> None:
+        self._peak_bytes = self._allocated_bytes
+
     def _count(self, num_bytes: int) -> None:
         self._allocated_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
@@ -121,6 +124,9 @@ class CpuBackend:
         array = np.zeros(shape, dtype)
         self._count(array.nbytes)
         return array
+
+    def free(self, array: NDArray[Any]) -> None:
+        self._allocated_bytes -= array.nbytes
 
     def to_device(self, array: NDArray[Any]) -> NDArray[Any]:
         self._count(array.nbytes)
@@ -187,6 +193,9 @@ class CpuBackend:
         return steps
 
     def read_rate_gb_per_s(self) -> None:
+        return None
+
+    def link_rate_gb_per_s(self) -> None:
         return None
 
     # steps

@@ -102,10 +102,17 @@ class CudaBackend:
     def memory(self) -> MemoryInfo:
         return self.device_memory.info()
 
+    def reset_peak(self) -> None:
+        self.device_memory.peak_bytes = self.device_memory.allocated_bytes
+
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         array = self.device_memory.array(shape, dtype)
         self.fill_zero(array)
         return array
+
+    def free(self, array: Any) -> None:
+        self.synchronize()
+        self.device_memory.free(array)
 
     def fill_zero(self, array: Any) -> None:
         array.data.memset_async(0, array.nbytes, self.stream)
@@ -228,6 +235,21 @@ class CudaBackend:
             )
             times_ms.append(self.elapsed_ms(start, self.mark()))
         self.device_memory.free(data)
+        return num_bytes / float(np.median(times_ms[2:])) / 1e6
+
+    def link_rate_gb_per_s(self, num_bytes: int = 256 << 20) -> float:
+        """Median rate of copies of `num_bytes` from pinned host memory (10^9 bytes a second), scratch freed again."""
+        host = np.zeros(num_bytes, np.uint8)
+        pinned = self.device_memory.pin(host)
+        device = self.device_memory.array((num_bytes,), np.uint8)
+        times_ms = []
+        for _ in range(7):
+            start = self.mark()
+            device.data.copy_from_host_async(ctypes.c_void_p(host.ctypes.data), num_bytes, self.stream)
+            times_ms.append(self.elapsed_ms(start, self.mark()))
+        self.device_memory.free(device)
+        if pinned:
+            self.device_memory.unpin(host)
         return num_bytes / float(np.median(times_ms[2:])) / 1e6
 
     # steps

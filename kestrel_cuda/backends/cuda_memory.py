@@ -67,10 +67,8 @@ class DeviceMemory:
         """Give everything back that is still held."""
         for address in list(self._live):
             self._free_address(address)
-        for address in list(self._registered):
-            runtime.hostUnregister(address)
-            del self._registered[address]
-        self.pinned_bytes = 0
+        for array in list(self._registered.values()):
+            self.unpin(array)
 
     def pin(self, array: NDArray[Any], *, mapped: bool = False) -> bool:
         """Register touched host memory with the device; False when the driver refuses."""
@@ -81,6 +79,12 @@ class DeviceMemory:
         self._registered[array.ctypes.data] = array
         self.pinned_bytes += array.nbytes
         return True
+
+    def unpin(self, array: NDArray[Any]) -> None:
+        """Take back what `pin` did."""
+        runtime.hostUnregister(array.ctypes.data)
+        del self._registered[array.ctypes.data]
+        self.pinned_bytes -= array.nbytes
 
     def view_of_host(self, array: NDArray[Any]) -> Any:
         """A CuPy array over registered host memory, read by kernels through the link."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import Backend, DeviceWeight, PackedTensor, Slab, SourceMatrix
+from kestrel_cuda.config import Evict
+from kestrel_cuda.errors import InternalError
 from kestrel_cuda.quant.packed import SlabEntry, SlabLayout
 from kestrel_cuda.residency.cache import MAX_ENTRIES, WeightCache
 from kestrel_cuda.residency.pool import MAX_BUFFERS, BufferPool
@@ -41,7 +42,7 @@ class WeightStore:
     """Device weights of every layer and lm_head.
 
     `window` None keeps every layer; `preload` uploads all of them at load time and needs no host copy.
-    `evict` "free" gives evicted slabs back to the driver instead of the pool, to show what that costs.
+    `evict` FREE gives evicted slabs back to the driver instead of the pool, to show what that costs.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class WeightStore:
         window: ResidencyWindow | None,
         preload: bool,
         budget_bytes: int,
-        evict: Literal["pool", "free"] = "pool",
+        evict: Evict = Evict.POOL,
     ) -> None:
         self._backend = backend
         self._layouts = {layout.layer: layout for layout in (*layouts, lm_head)}
@@ -62,7 +63,7 @@ class WeightStore:
         self._preload = preload and window is None
         num_entries = sum(len(layout.entries) for layout in self._layouts.values())
         self.cache = WeightCache(budget_bytes, max(MAX_ENTRIES, num_entries))
-        self.pool = BufferPool(MAX_BUFFERS if evict == "pool" else 0)
+        self.pool = BufferPool(MAX_BUFFERS if evict is Evict.POOL else 0)
         self._ahead: set[int] = set()
         self._arriving: dict[int, Slab] = {}
         self._host: dict[int, NDArray[np.uint8]] = {}
@@ -172,13 +173,26 @@ class WeightStore:
         """Whether every weight is resident to stay, so that its address never changes again."""
         return self._window is None and len(self.cache.layers) == len(self._layouts)
 
+    def set_window(self, window: ResidencyWindow | None, evict: Evict) -> None:
+        """Start over with nothing resident under another rule. Raises InternalError when there is no host copy."""
+        if len(self._host) < len(self._layouts):
+            raise InternalError("a window cannot be laid over weights that have no host copy")
+        self._free_device_slabs()
+        self._window = window
+        self.pool = BufferPool(MAX_BUFFERS if evict is Evict.POOL else 0)
+
     def close(self) -> None:
         """Give every slab back to the backend."""
+        self._free_device_slabs()
+        self._host.clear()
+
+    def _free_device_slabs(self) -> None:
         for layer in self.cache.layers:
             self._backend.free_slab(self.cache.evict(layer))
         for slab in self.pool.drain():
             self._backend.free_slab(slab)
-        self._host.clear()
+        self._ahead.clear()
+        self._arriving.clear()
 
     def _fetch(self, layer: int) -> Slab:
         return self.cache.get(layer) or self._upload(layer)

@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-
-class Policy(StrEnum):
-    """The rules a user can choose."""
-
-    PAST_ONLY = "past-only"
-    PINNED = "pinned"
-    BOTH_SIDES = "both-sides"
+from kestrel_cuda.config import Policy
 
 
 class ResidencyWindow(Protocol):
@@ -142,8 +135,3 @@ WINDOWS: dict[Policy, type[PastOnlyWindow | PinnedWindow | BothSidesWindow]] = {
 def make_window(policy: Policy, num_layers: int, keep: int, prefetch: int = 0) -> ResidencyWindow | None:
     """The rule for `keep` layers; None when `keep` is 0, which means everything resident."""
     return WINDOWS[policy](num_layers, keep, prefetch) if keep else None
-
-
-def peak_layers(num_layers: int, keep: int) -> int:
-    """Peak of the past-only rule; every layer when `keep` is 0 (everything resident)."""
-    return num_layers if keep == 0 else PastOnlyWindow(num_layers, keep).peak_layers
