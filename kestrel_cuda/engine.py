@@ -189,10 +189,11 @@ class Engine:
         What was resident is given back to the driver first, so that the new window's peak is its own. Raises
         DeviceError when it does not fit.
         """
-        if self._store is None or self.backend is None or self._plan_for is None:
+        if self._store is None or self._model is None or self.backend is None or self._plan_for is None:
             raise InternalError("set_window() was called before load()")
         plan = self._plan_for(replace(self.config, keep=keep, policy=policy, prefetch=prefetch))
         self._store.set_window(make_window(policy, self.checkpoint.config.text.num_layers, plan.keep, prefetch), evict)
+        self._model.forget_captures()
         self.backend.reset_peak()
 
     def generate(

@@ -18,6 +18,7 @@ from kestrel_cuda.backends.base import Array, Backend, SequenceState
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.inputs.tokenizer import TextStream
 from kestrel_cuda.model.text import LOGIT_ROWS, Observer, TextModel
+from kestrel_cuda.quant.packed import round_up
 from kestrel_cuda.report import ResidencyReport, RunReport, StopReason, TimingReport, Token
 from kestrel_cuda.residency.store import WeightStore
 
@@ -158,25 +159,26 @@ class Generation:
 
     def _decode(self) -> None:
         self._position += 1
-        if not (self._backend.can_capture and self._store.is_static):
-            self._store.begin_pass()
-            self.submit_token(self._position)
-        else:
-            splits = -(-self._position // CAPTURE_SLOTS)
-            replay = self._replays.get(splits)
-            if replay is None:
-                # The first token of a split count runs plainly, which also loads every kernel the capture records.
-                self._store.begin_pass()
-                self.submit_token(self._position)
-                self._replays[splits] = self._backend.capture(lambda: self.submit_token(splits * CAPTURE_SLOTS))
-            else:
-                self._store.begin_pass()
-                self._store.count_resident_pass()
-                replay()
+        self._store.begin_pass()
         self._num_decode_passes += 1
+        if not self._backend.can_capture:
+            self.submit_token(self._position)
+            return
+        num_slots = round_up(self._position, CAPTURE_SLOTS)
+        replay = self._replays.get(num_slots)
+        if not self._store.is_static:
+            self.submit_token(num_slots, capture_layers=True)
+        elif replay is not None:
+            self._store.count_resident_pass()
+            replay()
+        else:
+            # The first token of a split count runs plainly, which also loads every kernel the capture records.
+            self.submit_token(num_slots)
+            self._replays[num_slots] = self._backend.capture(lambda: self.submit_token(num_slots))
 
-    def submit_token(self, num_slots: int) -> None:
-        self._model.forward(self.state, 1, num_slots)
+    def submit_token(self, num_slots: int, *, capture_layers: bool = False) -> None:
+        """Submit one token: the row at the position through every layer, its logits, and the choice of the next id."""
+        self._model.forward(self.state, 1, num_slots, capture_layers=capture_layers)
         self._model.logits(self._model.h_mk, 1)
         self._backend.choose(self._model.logits_mv[0], self._num_ids, self.state, 1)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Array, Backend, DeviceWeight, HeadShape, SequenceState
+from kestrel_cuda.backends.base import Array, Backend, DeviceWeight, HeadShape, SequenceState, Slab
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.weights import DecoderWeights, JointOutput
@@ -24,6 +24,9 @@ from kestrel_cuda.weight_keys import Projection
 
 LOGIT_ROWS = 16
 """Rows of logits computed at a time when all of a prompt's are asked for."""
+
+MAX_CAPTURED_LAYERS = 2048
+"""Captures held at most; layers met in further slabs are submitted plainly."""
 
 Observer = Callable[[str, NDArray[np.float32]], None]
 
@@ -98,32 +101,69 @@ class TextModel:
         self._attended = backend.activation(max_rows, text.q_size, quantized)
         self._gate_up = backend.zeros((max_rows, weights.gate_up.width), np.float32)
         self._mlp = backend.activation(max_rows, text.intermediate_size, quantized)
+        self._captured: dict[tuple[int, int, int, int], tuple[Slab, Callable[[], None]]] = {}
         self._final = backend.activation(LOGIT_ROWS, text.hidden_size, quantized)
         self.logits_mv = backend.zeros((LOGIT_ROWS, round_up(text.vocab_size, 4)), np.float32)
         backend.reserve_attention(self._heads, max_rows, cache.ctx)
 
-    def forward(self, state: SequenceState, num_rows: int, num_slots: int, observe: Observer | None = None) -> None:
+    def forward(
+        self,
+        state: SequenceState,
+        num_rows: int,
+        num_slots: int,
+        observe: Observer | None = None,
+        *,
+        capture_layers: bool = False,
+    ) -> None:
         """Run rows position .. position + num_rows through every layer, into `h_mk`.
 
-        `num_slots` is position + num_rows as the host knows it. `observe` is given each layer's residual rows.
+        `num_slots` is position + num_rows as the host knows it, or more. `observe` is given each layer's residual
+        rows. With `capture_layers` a layer's launches are captured for each slab it is met in and replayed.
         """
-        backend, store, h = self._backend, self._store, self.h_mk
+        backend, h = self._backend, self.h_mk
         backend.embed(self._fixed.embedding, state, h, num_rows)
         if observe:
             observe("embed", backend.to_host(h[:num_rows]))
-        for layer, (norms, kv) in enumerate(zip(self._fixed.layers, self._cache.layers, strict=True)):
-            weights = store.layer(layer).weights
-            backend.norm(h, norms.input_k, self._text.rms_norm_eps, self._hidden, num_rows)
-            self._joint(weights, self._qkv_output, self._qkv, num_rows)
-            backend.rope_store(self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, num_rows)
-            backend.attend(self._q, kv, self._heads, state, self._attended, num_rows, num_slots)
-            backend.linear(self._attended, weights[Projection.O], h, num_rows, add=True)
-            backend.norm(h, norms.post_attention_k, self._text.rms_norm_eps, self._hidden, num_rows)
-            self._joint(weights, self._gate_up_output, self._gate_up, num_rows)
-            backend.silu_mul(self._gate_up, self._gate_up_output.columns[Projection.UP], self._mlp, num_rows)
-            backend.linear(self._mlp, weights[Projection.DOWN], h, num_rows, add=True)
+        for layer in range(self._text.num_layers):
+            slab = self._store.layer(layer)
+            if capture_layers:
+                self._replay_layer(layer, slab, state, num_rows, num_slots)
+            else:
+                self._submit_layer(layer, slab, state, num_rows, num_slots)
             if observe:
                 observe(f"layer {layer}", backend.to_host(h[:num_rows]))
+
+    def _submit_layer(self, layer: int, slab: Slab, state: SequenceState, num_rows: int, num_slots: int) -> None:
+        backend, h, weights, eps = self._backend, self.h_mk, slab.weights, self._text.rms_norm_eps
+        norms, kv = self._fixed.layers[layer], self._cache.layers[layer]
+        backend.norm(h, norms.input_k, eps, self._hidden, num_rows)
+        self._joint(weights, self._qkv_output, self._qkv, num_rows)
+        backend.rope_store(self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, num_rows)
+        backend.attend(self._q, kv, self._heads, state, self._attended, num_rows, num_slots)
+        backend.linear(self._attended, weights[Projection.O], h, num_rows, add=True)
+        backend.norm(h, norms.post_attention_k, eps, self._hidden, num_rows)
+        self._joint(weights, self._gate_up_output, self._gate_up, num_rows)
+        backend.silu_mul(self._gate_up, self._gate_up_output.columns[Projection.UP], self._mlp, num_rows)
+        backend.linear(self._mlp, weights[Projection.DOWN], h, num_rows, add=True)
+
+    def _replay_layer(self, layer: int, slab: Slab, state: SequenceState, num_rows: int, num_slots: int) -> None:
+        key = (layer, id(slab), num_rows, num_slots)
+        captured = self._captured.get(key)
+        if captured is not None:
+            captured[1]()
+            return
+
+        def submit() -> None:
+            self._submit_layer(layer, slab, state, num_rows, num_slots)
+
+        submit()
+        if len(self._captured) < MAX_CAPTURED_LAYERS:
+            # The slab is held with its capture, so that its identity is not met again in another.
+            self._captured[key] = (slab, self._backend.capture(submit))
+
+    def forget_captures(self) -> None:
+        """Drop every captured layer; to be called when the slabs they read are gone."""
+        self._captured.clear()
 
     def logits(self, rows_mk: Any, num_rows: int) -> None:
         """Logits of up to LOGIT_ROWS residual rows, into the first rows of `logits_mv`."""
