@@ -1,13 +1,14 @@
 """What a residency window costs: one loaded checkpoint, many windows, rounds interleaved. Prints nothing.
 
 The checkpoint is loaded once, with its host copy; each measurement lays another window over it. A round visits every
-variant before any is visited again, so a drift of the machine falls on all alike.
+variant before any is visited again, so a drift of the machine falls on all alike. Logits are hashed in a run of their
+own, since a hash between two tokens lengthens one and gives the copies of the next a start.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, stdev
 
@@ -15,6 +16,8 @@ import numpy as np
 
 from kestrel_cuda.config import EngineConfig, Evict, Policy
 from kestrel_cuda.engine import Engine
+from kestrel_cuda.errors import DeviceError, SettingError
+from kestrel_cuda.generate import LogitsWish
 from kestrel_cuda.report import RunReport
 
 WARMUP_TOKENS = 2
@@ -33,7 +36,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A variant's figures over all rounds. Rates are in 10^9 bytes a second; None where there is no link."""
+    """A variant's figures over all rounds. Rates are in 10^9 bytes a second; `link_share` is None without a link or
+    without copies."""
 
     model: str
     quant: str
@@ -55,7 +59,11 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Every row, the card they were measured on and its ceilings; `all_equal` says that no row's logits differ."""
+    """Every row, the card they were measured on and its ceilings.
+
+    `all_equal` says that no ids differ in any round of any row, and no logits in any row. `num_timed` counts the tokens
+    behind each row's median; `notes` and `warnings` are the load's.
+    """
 
     card: str
     backend: str
@@ -64,11 +72,22 @@ class BenchReport:
     rounds: int
     link_gb_per_s: float | None
     device_read_gb_per_s: float | None
+    all_equal: bool
     rows: tuple[BenchRow, ...]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
-    def all_equal(self) -> bool:
-        return len({(row.ids, row.logits_sha256) for row in self.rows}) <= 1
+    def num_timed(self) -> int:
+        return self.rounds * (self.new_tokens - 1 - WARMUP_TOKENS)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """What one variant ran: once with its logits hashed, then timed."""
+
+    checked: RunReport
+    timed: list[RunReport]
 
 
 def variants(
@@ -94,7 +113,7 @@ def default_keeps(num_layers: int) -> list[int]:
 
 def measure(
     config: EngineConfig,
-    keeps: Sequence[int] | None,
+    keeps: Sequence[int | None] | None,
     policies: Sequence[Policy],
     evicts: Sequence[Evict],
     *,
@@ -103,34 +122,113 @@ def measure(
     rounds: int,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> BenchReport:
-    """Load once, then measure every variant `rounds` times; without `keeps`, windows of the default sizes that fit.
+    """Load once, then measure every variant `rounds` times.
 
-    Raises UserError when the checkpoint or a window does not fit.
+    A keep of None is the largest that fits; without `keeps`, windows of the default sizes that fit. Raises UserError
+    when the checkpoint or a window does not fit, before anything is measured.
     """
-    engine = Engine.open(replace(config, lazy=True, keep=min(keeps, key=lambda keep: keep or 1) if keeps else None))
+    _check_sizes(prompt_tokens, new_tokens, rounds)
+    # Loaded for the window that needs most, so that what does not fit is refused before the load.
+    policy = min(policies, key=list(Policy).index)
+    engine = Engine.open(replace(config, lazy=True, keep=_largest(keeps), policy=policy))
     try:
-        num_layers = engine.checkpoint.config.text.num_layers
+        _check_positions(engine, prompt_tokens, new_tokens)
         load = engine.load(prompt_tokens + new_tokens, num_prompt=prompt_tokens, on_progress=on_progress)
-        backend = engine.backend
-        assert backend is not None
-        fitting = [keep for keep in default_keeps(num_layers) if load.keep == 0 or 0 < keep <= load.keep]
-        chosen = variants(num_layers, keeps or fitting, policies, evicts, config.prefetch)
-        link = backend.link_rate_gb_per_s()
+        if keeps is None:
+            wanted = variants(load.num_layers, default_keeps(load.num_layers), policies, evicts, config.prefetch)
+            chosen = [variant for variant in wanted if _fits(engine, variant)]
+        else:
+            known = [load.keep if keep is None else keep for keep in keeps]
+            chosen = variants(load.num_layers, known, policies, evicts, config.prefetch)
+            for variant in chosen:
+                _lay(engine, variant)
+        assert engine.backend is not None
+        link = engine.backend.link_rate_gb_per_s()
         prompt_ids = _prompt(engine, prompt_tokens)
-        runs: dict[Variant, list[RunReport]] = {variant: [] for variant in chosen}
-        for number, variant in enumerate(_rounds(chosen, rounds)):
-            engine.set_window(variant.keep, variant.policy, variant.prefetch, variant.evict)
-            generation = engine.generate(prompt_ids, new_tokens, ignore_eos=True, logits="hash")
+        num_done = 0
+
+        def run(variant: Variant, logits: LogitsWish) -> RunReport:
+            nonlocal num_done
+            _lay(engine, variant)
+            generation = engine.generate(prompt_ids, new_tokens, ignore_eos=True, logits=logits)
             for _ in generation:
                 pass
-            runs[variant].append(generation.report())
+            num_done += 1
             if on_progress:
-                on_progress("bench", number + 1, len(chosen) * rounds)
-        rows = tuple(_row(config, variant, runs[variant], link) for variant in chosen)
-        reads = runs[chosen[0]][0].device_read_gb_per_s
-        return BenchReport(load.device, load.backend, prompt_tokens, new_tokens, rounds, link, reads, rows)
+                on_progress("bench", num_done, len(chosen) * (rounds + 1))
+            return generation.report()
+
+        runs = {variant: _Runs(run(variant, "hash"), []) for variant in chosen}
+        for variant in _rounds(chosen, rounds):
+            runs[variant].timed.append(run(variant, "none"))
+        return BenchReport(
+            card=load.device,
+            backend=load.backend,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            link_gb_per_s=link,
+            device_read_gb_per_s=runs[chosen[0]].checked.device_read_gb_per_s,
+            all_equal=_all_equal(runs.values()),
+            rows=tuple(_row(config, variant, runs[variant], link) for variant in chosen),
+            notes=tuple(dict.fromkeys((*load.notes, *_cut(keeps, load.num_layers)))),
+            warnings=load.warnings,
+        )
     finally:
         engine.close()
+
+
+def _check_sizes(prompt_tokens: int, new_tokens: int, rounds: int) -> None:
+    sizes = (
+        ("prompt_tokens", prompt_tokens, 1),
+        ("new_tokens", new_tokens, WARMUP_TOKENS + 2),
+        ("rounds", rounds, 1),
+    )
+    for name, value, least in sizes:
+        if value < least:
+            raise SettingError(f"{name} is {value}; it takes a whole number of at least {least}")
+
+
+def _check_positions(engine: Engine, prompt_tokens: int, new_tokens: int) -> None:
+    positions = engine.checkpoint.config.text.max_positions
+    if prompt_tokens + new_tokens > positions:
+        raise SettingError(
+            f"{prompt_tokens} prompt tokens and {new_tokens} new ones are over the {positions} positions this model has"
+        )
+
+
+def _largest(keeps: Sequence[int | None] | None) -> int | None:
+    """The keep that needs most memory: 0 is everything. None leaves the choice to the plan."""
+    asked = [keep for keep in keeps or () if keep is not None]
+    if not keeps or len(asked) < len(keeps):
+        return None
+    return 0 if 0 in asked else max(asked)
+
+
+def _cut(keeps: Sequence[int | None] | None, num_layers: int) -> Iterator[str]:
+    for keep in keeps or ():
+        if keep is not None and keep > num_layers:
+            yield f"--keep {keep} is more than the model's {num_layers} layers: {num_layers} are kept"
+
+
+def _lay(engine: Engine, variant: Variant) -> None:
+    engine.set_window(variant.keep, variant.policy, variant.prefetch, variant.evict)
+
+
+def _fits(engine: Engine, variant: Variant) -> bool:
+    try:
+        _lay(engine, variant)
+    except DeviceError:
+        return False
+    return True
+
+
+def _all_equal(runs: Iterable[_Runs]) -> bool:
+    ids, logits = set(), set()
+    for one in runs:
+        ids |= {run.ids for run in (one.checked, *one.timed)}
+        logits.add(one.checked.logits_sha256)
+    return len(ids) == 1 and len(logits) == 1
 
 
 def _rounds(chosen: Sequence[Variant], rounds: int) -> Iterator[Variant]:
@@ -147,12 +245,14 @@ def _prompt(engine: Engine, num_tokens: int) -> list[int]:
     return [int(token_id) for token_id in drawn if token_id not in banned][:num_tokens]
 
 
-def _row(config: EngineConfig, variant: Variant, runs: Sequence[RunReport], link: float | None) -> BenchRow:
-    steps_ms = [ms for run in runs for ms in run.timing.decode_ms[WARMUP_TOKENS:]]
+def _row(config: EngineConfig, variant: Variant, runs: _Runs, link: float | None) -> BenchRow:
+    steps_ms = [ms for run in runs.timed for ms in run.timing.decode_ms[WARMUP_TOKENS:]]
     token_ms = median(steps_ms)
-    last = runs[-1]
+    last = runs.timed[-1]
     h2d_bytes = last.residency.h2d_bytes_per_token
     rate = h2d_bytes / token_ms / 1e6
+    # Ids that a round chose differently are the ones worth showing.
+    ids = next((run.ids for run in runs.timed if run.ids != runs.checked.ids), runs.checked.ids)
     return BenchRow(
         model=str(config.model),
         quant=config.quant.value,
@@ -161,13 +261,13 @@ def _row(config: EngineConfig, variant: Variant, runs: Sequence[RunReport], link
         evict=variant.evict.value,
         prefetch=variant.prefetch,
         weights_resident_end=last.residency.weights_resident_end,
-        peak_device_bytes=max(run.residency.peak_device_bytes for run in runs),
+        peak_device_bytes=max(run.residency.peak_device_bytes for run in runs.timed),
         ms_per_token_median=token_ms,
         ms_per_token_sd=stdev(steps_ms) if len(steps_ms) > 1 else 0.0,
         h2d_bytes_per_token=h2d_bytes,
         h2d_gb_per_s=rate,
         link_share=rate / link if link and h2d_bytes else None,
-        ids=last.ids,
-        ids_hash=hashlib.sha256(np.array(last.ids, np.int32).tobytes()).hexdigest(),
-        logits_sha256=last.logits_sha256 or "",
+        ids=ids,
+        ids_hash=hashlib.sha256(np.array(ids, np.int32).tobytes()).hexdigest(),
+        logits_sha256=runs.checked.logits_sha256 or "",
     )
