@@ -38,7 +38,15 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 def load(backend_name: str) -> Iterator[Load]:
     """`load(model, quant=..., keep=..., ctx=...)`: a loaded engine, closed after the test."""
     engines = Engines()
-    yield lambda model, **config: engines.load(model, **{"backend": backend_name} | config)[0]
+    yield lambda model, **config: engines.load(model, backend_name, **config)[0]
+    engines.close()
+
+
+@pytest.fixture
+def load_on_gpu() -> Iterator[Load]:
+    """As `load`, for a test that is itself marked `cuda`."""
+    engines = Engines()
+    yield lambda model, **config: engines.load(model, "cuda", **config)[0]
     engines.close()
 
 

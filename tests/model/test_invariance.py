@@ -1,0 +1,300 @@
+"""The window changes where bytes are, never what is computed: the same logits to the bit, and honest counts.
+
+On the GPU the logits of a position are also the same however a prompt is cut, whichever kernel runs and whether a
+token is replayed or launched; on the CPU those agree within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kestrel_cuda.config import Quant
+from kestrel_cuda.engine import Engine
+from scripts.make_tiny_model import make_tiny_checkpoint
+from tests.compare import assert_close
+from tests.engines import QUANTS, Run, generate, random_ids
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_28L = ROOT / "tests/data/oracle/checkpoints/tiny-28L"
+EMBEDDED = ROOT / "kestrel_cuda/data/tiny-random"
+RESIDENT_WEIGHTS = {0: 197, 27: 190, 26: 183, 20: 141, 12: 85, 4: 29, 1: 8}
+KEEPS = [keep for keep in RESIDENT_WEIGHTS if keep]
+PROMPT = random_ids(24)
+N, CTX = 6, 32
+
+Load = Callable[..., Engine]
+
+
+def layer_bytes(engine: Engine) -> int:
+    assert engine._weights is not None
+    sizes = {layout.num_bytes for layout in engine._weights.layers}
+    assert len(sizes) == 1
+    return sizes.pop()
+
+
+def head_bytes(engine: Engine) -> int:
+    assert engine._weights is not None
+    return engine._weights.lm_head.num_bytes
+
+
+def assert_same_bits(run: Run, expected: Run) -> None:
+    assert run.ids == expected.ids
+    assert run.digest == expected.digest
+    assert np.array_equal(run.step_logits, expected.step_logits)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that divide by 256, so that g256 is g256."""
+    sizes = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 256}
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("wide"), num_layers=5, with_vision=False, **sizes)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_windows_over_28_layers(shared: Load, load: Load, quant: Quant, keep: int) -> None:
+    whole = shared(TINY_28L, quant=quant, keep=0, ctx=CTX)
+    expected = generate(whole, PROMPT, N)
+    assert expected.residency.weights_resident_end == RESIDENT_WEIGHTS[0]
+    assert expected.residency.peak_weight_bytes == 28 * layer_bytes(whole) + head_bytes(whole)
+
+    engine = load(TINY_28L, quant=quant, keep=keep, prefetch=0, ctx=CTX)
+    run = generate(engine, PROMPT, N)
+    assert_same_bits(run, expected)
+    residency, one = run.residency, layer_bytes(engine)
+    assert residency.weights_resident_end == RESIDENT_WEIGHTS[keep]
+    assert (residency.layers_resident_end, residency.prefetched_layers) == (keep, 0)
+    assert residency.uploads_per_token == 28 - keep
+    assert residency.h2d_bytes_per_token == (28 - keep) * one
+    assert residency.layer_uploads == (N,) * (28 - keep) + (1,) * keep, "once for the prompt, once a token since"
+    assert residency.peak_layers == min(28, 2 * keep)
+    assert residency.peak_weight_bytes == min(28, 2 * keep) * one + head_bytes(engine)
+    assert residency.evictions == 7 * N * (28 - keep)
+
+    again = generate(engine, PROMPT, N)
+    assert_same_bits(again, expected)
+    assert again.residency.layer_uploads == (N,) * (28 - keep) + (0,) * keep, "the tail was still there"
+    assert again.residency.pool_misses == 0
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_windows_that_fetch_ahead(shared: Load, load: Load, prefetch: int, keep: int) -> None:
+    """As many uploads, some of them for the next token; those are no part of what a token leaves."""
+    expected = generate(shared(TINY_28L, quant=Quant.Q8_0, keep=0, ctx=CTX), PROMPT, N)
+    engine = load(TINY_28L, quant=Quant.Q8_0, keep=keep, prefetch=prefetch, ctx=CTX)
+    for _ in range(2):
+        run = generate(engine, PROMPT, N)
+        assert_same_bits(run, expected)
+        residency, one = run.residency, layer_bytes(engine)
+        assert residency.weights_resident_end == RESIDENT_WEIGHTS[keep]
+        assert residency.layers_resident_end == keep
+        assert residency.prefetched_layers == min(prefetch, 28 - keep)
+        assert residency.uploads_per_token == 28 - keep
+        assert residency.h2d_bytes_per_token == (28 - keep) * one
+        assert residency.peak_layers <= min(28, 2 * keep + prefetch)
+        assert residency.peak_weight_bytes == residency.peak_layers * one + head_bytes(engine)
+    assert residency.pool_misses == 0
+
+
+@pytest.mark.parametrize("keep", [11, 6, 1])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_windows_over_the_embedded_model(shared: Load, load: Load, quant: Quant, keep: int) -> None:
+    expected = generate(shared(EMBEDDED, quant=quant, keep=0, ctx=CTX), PROMPT, N)
+    engine = load(EMBEDDED, quant=quant, keep=keep, ctx=CTX)
+    run = generate(engine, PROMPT, N)
+    assert_same_bits(run, expected)
+    assert run.residency.weights_resident_end == 7 * keep + 1
+    assert run.residency.uploads_per_token == 12 - keep
+    assert run.residency.h2d_bytes_per_token == (12 - keep) * layer_bytes(engine)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_windows_with_wide_groups(shared: Load, load: Load, wide_model: Path, keep: int) -> None:
+    whole = shared(wide_model, quant=Quant.G256, keep=0, ctx=CTX)
+    assert whole._weights is not None
+    assert set(whole._weights.quant_by_class.values()) == {"g256"}
+    run = generate(load(wide_model, quant=Quant.G256, keep=keep, ctx=CTX), PROMPT, N)
+    assert_same_bits(run, generate(whole, PROMPT, N))
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_preloaded_and_lazy(shared: Load, load: Load, quant: Quant) -> None:
+    expected = generate(shared(TINY_28L, quant=quant, keep=0, ctx=CTX), PROMPT, N)
+    engine = load(TINY_28L, quant=quant, keep=0, lazy=True, ctx=CTX)
+    first = generate(engine, PROMPT, N)
+    assert_same_bits(first, expected)
+    assert first.residency.layer_uploads == (1,) * 28
+    assert first.residency.uploads_per_token == 0
+    assert first.residency.weights_resident_end == 197
+    again = generate(engine, PROMPT, N)
+    assert_same_bits(again, expected)
+    assert again.residency.layer_uploads == expected.residency.layer_uploads == (0,) * 28
+    assert again.residency.cache_misses == expected.residency.cache_misses == 0
+    assert again.residency.cache_hits == expected.residency.cache_hits
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_prompts_in_chunks(
+    shared: Load, load: Load, backend_name: str, wide_model: Path, quant: Quant, keep: int, chunk: int
+) -> None:
+    prompt = random_ids(70, seed=1)
+    expected = generate(shared(wide_model, quant=quant, keep=0, ctx=80), prompt, N)
+    run = generate(load(wide_model, quant=quant, keep=keep, prefill_chunk=chunk, ctx=80), prompt, N)
+    if backend_name == "cuda":
+        assert_same_bits(run, expected)
+    elif quant is Quant.NONE:
+        assert_close(run.prompt_logits, expected.prompt_logits, max_abs=3e-3)
+        assert run.ids == expected.ids
+    else:  # an activation may fall on the other side of a rounding step
+        assert np.abs(run.prompt_logits - expected.prompt_logits).mean() < 0.05
+    if keep:
+        passes = -(-len(prompt) // chunk)
+        assert run.residency.layer_uploads[2] == passes + N - 1, "of no tail, and too far on to be fetched ahead"
+        assert run.residency.uploads_per_token == 5 - keep
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_one_token_at_a_time_and_all_at_once(shared: Load, backend_name: str, wide_model: Path, quant: Quant) -> None:
+    """The logits that chose each id are those of the same positions as a prompt."""
+    engine = shared(wide_model, quant=quant, keep=0, ctx=80)
+    run = generate(engine, PROMPT, 40)
+    as_prompt = generate(engine, PROMPT + run.ids[:-1], 1).prompt_logits[len(PROMPT) - 1 :]
+    if backend_name == "cuda":
+        assert np.array_equal(as_prompt, run.step_logits)
+    elif quant is Quant.NONE:
+        assert_close(as_prompt, run.step_logits, max_abs=3e-3)
+    else:
+        assert np.abs(as_prompt - run.step_logits).mean() < 0.05
+
+
+@pytest.mark.parametrize("num_prompt", [250, 506])
+@pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.NONE])
+def test_a_context_that_crosses_a_split(
+    shared: Load, load: Load, backend_name: str, wide_model: Path, quant: Quant, num_prompt: int
+) -> None:
+    """Attention walks the cache in pieces of 256 slots; a captured token serves one number of them."""
+    prompt = random_ids(num_prompt, seed=2)
+    engine = shared(wide_model, quant=quant, keep=0, ctx=600, prefill_chunk=128)
+    expected = generate(engine, prompt, 14)
+    assert num_prompt < num_prompt // 256 * 256 + 256 < num_prompt + 14
+    run = generate(load(wide_model, quant=quant, keep=1, ctx=530, prefill_chunk=128), prompt, 14)
+    assert_same_bits(run, expected)
+    if backend_name == "cuda":
+        for chunk in (77, 512):
+            cut = load(wide_model, quant=quant, keep=0, ctx=520, prefill_chunk=chunk)
+            assert_same_bits(generate(cut, prompt, 14), expected)
+        late = generate(engine, prompt + expected.ids[:-1], 1)
+        assert np.array_equal(late.prompt_logits[num_prompt - 1 :], expected.step_logits)
+
+
+@pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0, Quant.NONE])
+def test_one_engine_answers_prompt_after_prompt(shared: Load, wide_model: Path, quant: Quant) -> None:
+    """What an earlier, longer prompt left in the cache is never read."""
+    engine = shared(wide_model, quant=quant, keep=0, ctx=80)
+    first = generate(engine, random_ids(5, seed=3), N)
+    generate(engine, random_ids(70, seed=4), N)
+    assert_same_bits(generate(engine, random_ids(5, seed=3), N), first)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("keep", [0, 3])
+def test_a_flipped_bit_is_noticed(shared: Load, load: Load, quant: Quant, keep: int) -> None:
+    """The comparisons above can fail: one bit of a host copy, once uploaded, changes the logits."""
+    expected = generate(shared(EMBEDDED, quant=quant, keep=0, ctx=CTX), PROMPT, N)
+    engine = load(EMBEDDED, quant=quant, keep=keep, lazy=True, ctx=CTX)
+    assert engine._store is not None
+    host = engine._store._host[5]
+    assert host.any()
+    place, bit = (1, 0x80) if quant is Quant.NONE else (0, 0x40)  # the sign of a bfloat16, a code's upper bit
+    host[place] ^= bit
+    damaged = generate(engine, PROMPT, N)
+    assert damaged.digest != expected.digest
+    host[place] ^= bit
+    mended = generate(engine, PROMPT, N)
+    if keep:
+        assert_same_bits(mended, expected)
+    else:
+        assert mended.digest == damaged.digest, "a resident layer is not uploaded again"
+
+
+class TestOnTheGpu:
+    """What only a device can show."""
+
+    pytestmark = pytest.mark.cuda
+
+    @pytest.mark.parametrize("keep", [0, 2])
+    @pytest.mark.parametrize("quant", QUANTS)
+    def test_replayed_and_launched_tokens(
+        self, load_on_gpu: Load, wide_model: Path, quant: Quant, keep: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A prompt just below 256 slots, so that the launches of a token change on the way."""
+        prompt = random_ids(250, seed=5)
+        engine = load_on_gpu(wide_model, quant=quant, keep=keep, ctx=300)
+        assert engine.backend is not None
+        captures = []
+        capture = engine.backend.capture
+        monkeypatch.setattr(engine.backend, "capture", lambda steps: captures.append(1) or capture(steps))
+        replayed = generate(engine, prompt, 20)
+        assert len(captures) == 2 if keep == 0 else len(captures) > 2
+        monkeypatch.setattr(engine.backend, "can_capture", False)
+        captures.clear()
+        launched = generate(engine, prompt, 20)
+        assert not captures
+        assert_same_bits(launched, replayed)
+        if keep == 0:
+            assert launched.residency.cache_hits == replayed.residency.cache_hits
+
+    @pytest.mark.parametrize("keep", [0, 1, 4])
+    @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
+    def test_a_warm_token_takes_and_gives_back_no_memory(self, load_on_gpu: Load, quant: Quant, keep: int) -> None:
+        engine = load_on_gpu(TINY_28L, quant=quant, keep=keep, ctx=64)
+        assert engine.backend is not None
+        memory = engine.backend.device_memory  # type: ignore[attr-defined]
+        calls, used = [], []
+        for _ in engine.generate(PROMPT, 24, ignore_eos=True):
+            calls.append((memory.num_allocations, memory.num_frees))
+            info = engine.backend.memory()
+            used.append(info.total_bytes - info.free_bytes)
+        assert len(calls) == 24
+        # Slabs are allocated up to the second pass; after five a layer is in no slab that it was not captured in.
+        assert set(calls[3:]) == {calls[-1]}
+        assert set(used[8:]) == {used[-1]}
+
+    def test_counted_bytes_agree_with_the_driver(self, load_on_gpu: Load, tmp_path: Path) -> None:
+        """A model large enough that the driver's granularity does not hide an error."""
+        sizes = {"hidden_size": 1024, "num_heads": 8, "head_dim": 128, "intermediate_size": 4096}
+        model = make_tiny_checkpoint(tmp_path / "m", num_layers=4, with_vision=False, **sizes)
+        small = load_on_gpu(TINY_28L, quant=Quant.Q8_0, keep=0, ctx=64)
+        assert small.backend is not None
+        generate(small, PROMPT, 3)  # the context and the kernels are there from here on
+        before = small.backend.memory()
+        engine = load_on_gpu(model, quant=Quant.NONE, keep=0, ctx=4096)
+        assert engine.backend is not None
+        run = generate(engine, PROMPT, 3)
+        after = engine.backend.memory()
+        grown = before.free_bytes - after.free_bytes
+        assert grown > 64 << 20
+        assert abs(grown - after.allocated_bytes) < max(0.03 * after.allocated_bytes, 64 << 20)
+        assert run.residency.peak_weight_bytes < after.allocated_bytes
+
+    def test_pinned_bytes_are_what_a_window_keeps_on_the_host(self, load_on_gpu: Load, tmp_path: Path) -> None:
+        """Case D18: 65 equal layers, just over a power of two."""
+        model = make_tiny_checkpoint(tmp_path / "m", num_layers=65, with_vision=False)
+        engine = load_on_gpu(model, quant=Quant.Q8_0, keep=2, ctx=CTX)
+        assert engine._store is not None
+        packed = engine._store.bytes_per_pass
+        assert packed == 65 * layer_bytes(engine) + head_bytes(engine)
+        run = generate(engine, PROMPT, 3)
+        assert packed <= run.residency.host_pinned_bytes <= 1.05 * packed
+        assert run.residency.embed_host_bytes == 0
+
+    def test_a_resident_model_pins_nothing(self, load_on_gpu: Load) -> None:
+        run = generate(load_on_gpu(EMBEDDED, quant=Quant.Q8_0, keep=0, ctx=CTX), PROMPT, 3)
+        assert (run.residency.host_pinned_bytes, run.residency.embed_host_bytes) == (0, 0)
