@@ -84,7 +84,7 @@ class Evict(StrEnum):
     FREE = "free"
 
 
-_LEAST = {"device": 0, "ctx": 1, "keep": 0, "prefetch": 0, "vram_bytes": 1, "prefill_chunk": 1}
+_LEAST = {"device": 0, "ctx": 1, "keep": 0, "prefetch": 0, "host_keep": 0, "vram_bytes": 1, "prefill_chunk": 1}
 
 DEFAULT_PREFETCH = 2
 """Layers fetched ahead under a window when nobody says otherwise."""
@@ -98,7 +98,8 @@ class EngineConfig:
 
     `keep` is the residency window in layers: None chooses by what fits, 0 keeps everything resident.
     `kv` None means f32 with `quant` none and f16 otherwise. `ctx` None means prompt + new tokens.
-    `vram_bytes` None means what is free less a margin.
+    `vram_bytes` None means what is free less a margin. `strip_cache` is a folder for packed weights, saved and found
+    again; `host_keep` above 0 holds that many of a window's layers in host memory and reads the others from there.
     """
 
     model: Path
@@ -112,6 +113,8 @@ class EngineConfig:
     prefetch: int = DEFAULT_PREFETCH
     evict: Evict = Evict.POOL
     lazy: bool = False
+    strip_cache: Path | None = None
+    host_keep: int = 0
     vram_bytes: int | None = None
     cache_budget: CacheBudget = None
     prefill_chunk: int | None = None
@@ -121,6 +124,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SettingError(f"{name} is {value}; it takes a whole number of at least {least}")
+        if self.host_keep and self.strip_cache is None:
+            raise SettingError(
+                f"--host-keep {self.host_keep} reads layers from disk as they are needed and so needs --strip-cache DIR"
+            )
 
     @property
     def kv_dtype(self) -> KvDtype:

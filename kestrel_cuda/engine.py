@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kestrel_cuda.backends import open_backend, open_best_backend
-from kestrel_cuda.backends.base import Backend, PackedTensor, SequenceState, SourceMatrix
+from kestrel_cuda.backends.base import Backend, SequenceState
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import widen
@@ -21,12 +21,13 @@ from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.chat import encode_chat, end_ids
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
+from kestrel_cuda.load import NOT_FINITE, WeightLoader
 from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.rope import rotation_table, text_positions
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.plan import Plan, make_plan
-from kestrel_cuda.quant.packed import Element, SlabEntry
+from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport
 from kestrel_cuda.residency.store import WeightStore
 from kestrel_cuda.residency.window import make_window
@@ -132,18 +133,26 @@ class Engine:
             self._read_gb_per_s = backend.read_rate_gb_per_s()
         self.plan, self._weights = plan, weights
 
+        window = make_window(config.policy, model.text.num_layers, plan.keep, config.prefetch)
         store = WeightStore(
             backend,
             weights.layers,
             weights.lm_head,
-            window=make_window(config.policy, model.text.num_layers, plan.keep, config.prefetch),
+            window=window,
             preload=not config.lazy,
             budget_bytes=plan.weight_budget_bytes,
             evict=config.evict,
         )
         self._store = store
-        found = store.load(self._members, lambda done, total: on_progress and on_progress("weights", done, total))
-        self._check_packed(found, warnings)
+        loader = WeightLoader(
+            self.checkpoint,
+            weights,
+            config,
+            notes,
+            warnings,
+            lambda done, total: on_progress("weights", done, total) if on_progress else None,
+        )
+        loader.fill(store, backend, window)
 
         on_host = plan.embeddings_on == "host"
         table = backend.map_host(embedding.data) if on_host else backend.to_device(embedding.data)
@@ -269,29 +278,12 @@ class Engine:
     def _stored_element(self, key: WeightKey) -> Element:
         return _ELEMENTS[self.checkpoint.weight(key).dtype]
 
-    def _members(self, entry: SlabEntry) -> list[SourceMatrix]:
-        tensors = [self.checkpoint.weight(WeightKey(entry.key.layer, p)) for p in entry.key.projection.members]
-        return [SourceMatrix(tensor.name, tensor.data) for tensor in tensors]
-
-    def _check_packed(self, found: list[PackedTensor], warnings: list[str]) -> None:
-        for tensor in found:
-            if tensor.num_nonfinite_groups:
-                raise CheckpointError(f"{tensor.name} holds weights that are not finite; the checkpoint is damaged")
-            if tensor.num_oversized_scales:
-                raise CheckpointError(
-                    f"{tensor.name} needs a scale over 65504, the largest a float16 holds; use --quant none"
-                )
-        lost = [tensor for tensor in found if tensor.num_lost_groups]
-        if lost:
-            groups = sum(tensor.num_lost_groups for tensor in lost)
-            warnings.append(
-                f"{groups} groups of {len(lost)} tensors are too small for a float16 scale and became zero, "
-                f"the first in {lost[0].name}"
-            )
-
     def _unquantized(self, backend: Backend, table: Any) -> Unquantized:
         def norm(name: str) -> Any:
-            return backend.to_device(widen(self.checkpoint.tensor(name)))
+            weight = widen(self.checkpoint.tensor(name))
+            if not np.isfinite(weight).all():
+                raise CheckpointError(NOT_FINITE.format(name))
+            return backend.to_device(weight)
 
         layers = tuple(
             LayerNorms(*(norm(norm_name(layer, n)) for n in (Norm.INPUT, Norm.POST_ATTENTION, Norm.Q, Norm.K)))

@@ -91,10 +91,10 @@ class Generation:
         chosen = self._read_chosen()
         self._ttft_ms = self._backend.elapsed_ms(before, now := self._backend.mark())
         first_step = self._step_logits_row()
-        yield self._take(chosen, self._ttft_ms)
         if hidden_sk is not None:
             self._collect_prompt_logits(hidden_sk)
         self._collect_step(first_step)
+        yield self._take(chosen, self._ttft_ms)
         while self._stop_reason is None:
             self._decode()
             chosen = self._read_chosen()
@@ -174,7 +174,8 @@ class Generation:
         else:
             # The first token of a split count runs plainly, which also loads every kernel the capture records.
             self.submit_token(num_slots)
-            self._replays[num_slots] = self._backend.capture(lambda: self.submit_token(num_slots))
+            with self._store.uncounted():
+                self._replays[num_slots] = self._backend.capture(lambda: self.submit_token(num_slots))
 
     def submit_token(self, num_slots: int, *, capture_layers: bool = False) -> None:
         """Submit one token: the row at the position through every layer, its logits, and the choice of the next id."""
@@ -247,7 +248,7 @@ class Generation:
             cache_misses=cache.num_misses,
             pool_hits=pool.num_hits,
             pool_misses=pool.num_misses,
-            host_pinned_bytes=self._backend.host_pinned_bytes() - self._embed_host_bytes,
+            host_pinned_bytes=max(0, self._backend.host_pinned_bytes() - self._embed_host_bytes),
             embed_host_bytes=self._embed_host_bytes,
             peak_device_bytes=memory.peak_allocated_bytes,
         )

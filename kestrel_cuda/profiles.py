@@ -25,6 +25,8 @@ KNOWN_KEYS = (
     "vram",
     "cache_budget",
     "prefill_chunk",
+    "strip_cache",
+    "host_keep",
     "backend",
     "device",
     "table",

@@ -92,6 +92,18 @@ Lazy = Annotated[
     bool | None,
     typer.Option("--lazy/--no-lazy", help="Upload weights when first needed, not before.", show_default=False),
 ]
+StripCache = Annotated[
+    str | None,
+    typer.Option("--strip-cache", metavar="DIR", help="Save the packed weights there and find them the next time."),
+]
+HostKeep = Annotated[
+    str | None,
+    typer.Option(
+        "--host-keep",
+        metavar="N",
+        help="Under a window, layers held in host memory; the others are read from the strip cache.  [default: all]",
+    ),
+]
 Vram = Annotated[
     str | None,
     typer.Option(

@@ -30,12 +30,6 @@ def _infer(text: str) -> BackendName:
     return "cuda" if text == "1" else "cpu"
 
 
-def _no_host_window(text: str) -> int:
-    if values.window_variable(text) != 0:
-        raise ValueError(text)
-    return 0
-
-
 def _show_keep(keep: int | None) -> int | str:
     return "auto" if keep is None else keep or "off"
 
@@ -75,12 +69,14 @@ KEEP = Setting[int | None](
 HOST_KEEP = Setting[int](
     "host_keep",
     0,
+    "a whole number of layers, 0 = all of them",
+    values.number,
     variable="VLLM_VQF_STREAM",
-    parse_variable=_no_host_window,
-    variable_takes="0, or nothing: host residency does not exist yet",
+    parse_variable=values.window_variable,
+    variable_takes="a whole number of layers to hold in host memory, or 0 (all); unset, empty or blank: all",
     blank_is_unset=True,
-    is_option=False,
 )
+STRIP_CACHE = Setting[Path | None]("strip_cache", None, "a folder", values.path, variable="KESTREL_CUDA_STRIP_CACHE")
 POLICY = Setting[Policy](
     "policy", Policy.PAST_ONLY, "past-only, pinned or both-sides", Policy, variable="KESTREL_CUDA_POLICY"
 )
@@ -117,12 +113,14 @@ JSON = Setting[bool]("json", False)
 QUIET = Setting[bool]("quiet", False)
 DEBUG = Setting[bool]("debug", False)
 
-_EVERYWHERE = (PROFILE, MODEL, BACKEND, DEVICE, QUANT, KV, VRAM, CACHE_BUDGET, PREFILL_CHUNK, HOST_KEEP)
+_EVERYWHERE = (PROFILE, MODEL, BACKEND, DEVICE, QUANT, KV, VRAM, CACHE_BUDGET, PREFILL_CHUNK)
+_STORED: tuple[Setting[Any], ...] = (STRIP_CACHE, HOST_KEEP)
 _PROMPTS: tuple[Setting[Any], ...] = (PROMPT, PROMPT_FILE, MESSAGES, IDS)
 _OUTPUT = (JSON, QUIET, DEBUG)
 
 RUN: tuple[Setting[Any], ...] = (
     *_EVERYWHERE,
+    *_STORED,
     *(CTX, KEEP, POLICY, PREFETCH, EVICT, LAZY),
     *_PROMPTS,
     *(SYSTEM, RAW, MAX_NEW_TOKENS, IGNORE_EOS, LOGITS, EXPECT, TABLE),
@@ -186,4 +184,6 @@ def run_config(settings: Settings) -> EngineConfig:
         prefetch=settings[PREFETCH],
         evict=settings[EVICT],
         lazy=settings[LAZY],
+        strip_cache=settings[STRIP_CACHE],
+        host_keep=settings[HOST_KEEP],
     )

@@ -46,6 +46,8 @@ def run(
     vram: flags.Vram = None,
     cache_budget: flags.CacheBudget = None,
     prefill_chunk: flags.PrefillChunk = None,
+    strip_cache: flags.StripCache = None,
+    host_keep: flags.HostKeep = None,
     backend: flags.Backend = None,
     device: flags.Device = None,
     profile: flags.Profile = None,

@@ -70,7 +70,7 @@ class PackedTensor:
     """What packing found in one source matrix."""
 
     name: str
-    num_nonfinite_groups: int
+    num_nonfinite: int
     num_oversized_scales: int
     num_lost_groups: int
 
@@ -176,6 +176,9 @@ class Backend(Protocol):
 
     def wait_upload(self, slab: Slab) -> None:
         """Make the steps submitted from here on wait for the slab's upload."""
+
+    def uploads_done(self) -> Callable[[], None]:
+        """A wait, for any thread, until every upload submitted so far has left host memory."""
 
     def release(self, slab: Slab) -> None:
         """Nothing submitted from here on reads the slab: a later upload into it waits only for what came before."""

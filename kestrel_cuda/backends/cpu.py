@@ -79,10 +79,11 @@ class CpuPacker:
                 else:
                     pack_grouped(weight, codes_kn, scales_gn, column)  # type: ignore[arg-type]
                     found = PackedTensor(member.name, 0, 0, weight.num_lost_groups)
-            elif geometry.element is Element.F32:
-                codes_kn[:, column : column + num_outputs] = widen(member.data).T
             else:
-                codes_kn[:, column : column + num_outputs] = member.data.view(np.uint16).T
+                values = widen(member.data)
+                found = PackedTensor(member.name, int(np.count_nonzero(~np.isfinite(values))), 0, 0)
+                stored = values if geometry.element is Element.F32 else member.data.view(np.uint16)
+                codes_kn[:, column : column + num_outputs] = stored.T
             self._found.append(found)
             column += num_outputs
 
@@ -165,6 +166,9 @@ class CpuBackend:
 
     def wait_upload(self, slab: Slab) -> None:
         pass
+
+    def uploads_done(self) -> Callable[[], None]:
+        return lambda: None
 
     def release(self, slab: Slab) -> None:
         pass

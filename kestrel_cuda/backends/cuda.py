@@ -182,6 +182,11 @@ class CudaBackend:
     def wait_upload(self, slab: Slab) -> None:
         self.stream.wait_event(slab.events.ready)
 
+    def uploads_done(self) -> Callable[[], None]:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self.copy_stream)
+        return event.synchronize  # type: ignore[no-any-return]
+
     def release(self, slab: Slab) -> None:
         slab.events.read.record(self.stream)
 

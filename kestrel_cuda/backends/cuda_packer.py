@@ -71,6 +71,10 @@ class CudaPacker:
             if geometry.element is Element.F32 and rows_nk.dtype != np.float32:
                 rows_nk = widen(rows_nk)
             source = self._upload(rows_nk)
+            kernels["count_nonfinite"](
+                (self._backend.num_multiprocessors * 4,), (256,), source=source, flags=flags,
+                source_kind=_KINDS[rows_nk.dtype], num_values=n * k,
+            )  # fmt: skip
             name = "transpose_words" if geometry.element is Element.F32 else "transpose_halves"
             size = {"k_words": k} if name == "transpose_words" else {"k": k}
             dtype = np.uint32 if name == "transpose_words" else np.uint16

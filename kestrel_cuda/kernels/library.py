@@ -27,6 +27,8 @@ _SIGNATURE = re.compile(
 )
 _MACRO = re.compile(r"#define (\w+)\(([\w, ]+)\)(.*?[^\\])\n", re.S)
 _SCALARS: dict[str, Callable[[Any], Any]] = {"int": np.int32, "float": np.float32, "i64": np.int64}
+_INTEGERS = (int, np.integer)
+_NUMBERS = (*_INTEGERS, float, np.floating)
 _POINTEES = {
     "void": None,
     "i8": np.dtype(np.int8),
@@ -161,10 +163,17 @@ class Kernel:
 
 def _pack(kernel: str, parameter: Parameter, value: Any) -> Any:
     if not parameter.is_pointer:
-        return _SCALARS[parameter.c_type](value)
+        if isinstance(value, _NUMBERS if parameter.c_type == "float" else _INTEGERS):
+            try:
+                return _SCALARS[parameter.c_type](value)
+            except OverflowError:
+                pass
+        shown = value if isinstance(value, _NUMBERS) else type(value)
+        raise InternalError(f"{kernel}: {parameter.name} takes one {parameter.c_type}, not {shown}")
     wanted = _POINTEES[parameter.c_type]
     found = getattr(value, "dtype", None)
-    if found is None or (wanted is not None and found != wanted and (wanted, found) not in _SAME_BITS):
+    is_array = found is not None and not isinstance(value, np.generic)
+    if not is_array or (wanted is not None and found != wanted and (wanted, found) not in _SAME_BITS):
         raise InternalError(f"{kernel}: {parameter.name} takes an array of {wanted}, not {found or type(value)}")
     return value
 

@@ -84,6 +84,16 @@ quantize_weight(const void* source, i8* codes_nk, float* scales_ng, u32* flags, 
     }
 }
 
+// Adds to flags[0] how many of num_values source values (kind as above) are not finite. Grid: any.
+extern "C" __global__ void __launch_bounds__(256)
+count_nonfinite(const void* source, u32* flags, int source_kind, i64 num_values) {
+    u32 count = 0;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < num_values; i += (i64)gridDim.x * blockDim.x)
+        count += (__float_as_uint(load_weight(source, i, source_kind)) & 0x7fffffffu) >= kInfinityBits;
+    count = __reduce_add_sync(0xffffffffu, count);
+    if (count != 0 && threadIdx.x % kWarp == 0) atomicAdd(&flags[0], count);
+}
+
 // x_mk [m][k] float32 -> codes_mk [m][k_padded] int8, scales_mg [m][k_padded / 32].
 // Grid: (ceil(groups / 8), m), one warp a group.
 extern "C" __global__ void __launch_bounds__(256)

@@ -6,8 +6,9 @@ host copy at all; otherwise each layer has one, packed and contiguous, so an upl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +19,14 @@ from kestrel_cuda.config import Evict
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.quant.packed import SlabEntry, SlabLayout
 from kestrel_cuda.residency.cache import MAX_ENTRIES, WeightCache
+from kestrel_cuda.residency.host import StreamedHost
 from kestrel_cuda.residency.pool import MAX_BUFFERS, BufferPool
 from kestrel_cuda.residency.window import ResidencyWindow, upcoming
 from kestrel_cuda.weight_keys import LM_HEAD_LAYER, Projection
+
+SlabSink = Callable[[SlabLayout, NDArray[np.uint8]], None]
+READ_THREADS = 4
+"""Slabs read at once from a strip cache; each is hashed as it is read."""
 
 MemberSource = Callable[[SlabEntry], Sequence[SourceMatrix]]
 """The source matrices of a slab entry, members of a fused one in column order."""
@@ -67,6 +73,9 @@ class WeightStore:
         self._ahead: set[int] = set()
         self._arriving: dict[int, Slab] = {}
         self._host: dict[int, NDArray[np.uint8]] = {}
+        self._streamed: StreamedHost | None = None
+        self._save: SlabSink | None = None
+        self._keep_host = True
         self.counters = StoreCounters([0] * self._num_layers)
 
     @property
@@ -81,13 +90,24 @@ class WeightStore:
 
     @property
     def host_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self._host.values())
+        streamed = self._streamed.num_bytes if self._streamed is not None else 0
+        return sum(slab.nbytes for slab in self._host.values()) + streamed
 
-    def load(self, members: MemberSource, on_layer: Callable[[int, int], None]) -> list[PackedTensor]:
+    def load(
+        self,
+        members: MemberSource,
+        on_layer: Callable[[int, int], None],
+        *,
+        save: SlabSink | None = None,
+        keep_host: bool = True,
+    ) -> list[PackedTensor]:
         """Quantize and pack every layer, several at a time where the backend gains from it.
 
-        `on_layer(done, total)` is called as layers finish. Returns what packing found, tensor by tensor.
+        `on_layer(done, total)` is called as layers finish; `save` is given each packed slab in order. Without
+        `keep_host` nothing is held: another way to get at the slabs must follow (`stream_from`). Returns what packing
+        found, tensor by tensor.
         """
+        self._save, self._keep_host = save, keep_host
         total = len(self._layouts)
         found: list[PackedTensor] = []
         if self._backend.num_load_threads > 1:
@@ -112,6 +132,37 @@ class WeightStore:
         if scratch is not None:
             self._backend.free_slab(scratch)
         return found
+
+    def load_packed(self, read: SlabSink, on_layer: Callable[[int, int], None]) -> None:
+        """Fill every layer with bytes packed before: `read(layout, host)` writes a slab into `host`."""
+        total = len(self._layouts)
+
+        def fetch(layout: SlabLayout) -> tuple[SlabLayout, NDArray[np.uint8]]:
+            host = np.empty(layout.num_bytes, np.uint8) if self._preload else self._backend.host_slab(layout)
+            read(layout, host)
+            return layout, host
+
+        with ThreadPoolExecutor(READ_THREADS) as executor:
+            for done, (layout, host) in enumerate(executor.map(fetch, self._layouts.values())):
+                if self._preload:
+                    slab = self._backend.allocate_slab(layout)
+                    self._backend.upload(slab, host)
+                    self._backend.wait_upload(slab)
+                    self._backend.synchronize()
+                    self._enter(layout.layer, slab)
+                else:
+                    self._host[layout.layer] = host
+                on_layer(done + 1, total)
+
+    def stream_from(self, host: StreamedHost, read: SlabSink) -> None:
+        """Take layers from `host` instead of copies of all of them; lm_head is uploaded now, to stay."""
+        self._streamed = host
+        layout = self._layouts[LM_HEAD_LAYER]
+        self._host[LM_HEAD_LAYER] = np.empty(layout.num_bytes, np.uint8)
+        read(layout, self._host[LM_HEAD_LAYER])
+        self.lm_head()
+        self._backend.synchronize()
+        del self._host[LM_HEAD_LAYER]
 
     def layer(self, layer: int) -> Slab:
         """Enter a layer: apply the window, upload the layer if it is not there, start what comes next, return it."""
@@ -159,6 +210,13 @@ class WeightStore:
         self.counters.pass_uploads.append(0)
         self.counters.pass_h2d_bytes.append(0)
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the hits of what is asked for inside out of the count: it is recorded, not run."""
+        num_hits = self.cache.num_hits
+        yield
+        self.cache.num_hits = num_hits
+
     def count_resident_pass(self) -> None:
         """Count the hits of a pass that was replayed without asking for each layer."""
         self.cache.num_hits += self.num_weights
@@ -185,6 +243,8 @@ class WeightStore:
         """Give every slab back to the backend."""
         self._free_device_slabs()
         self._host.clear()
+        if self._streamed is not None:
+            self._streamed.close()
 
     def _free_device_slabs(self) -> None:
         for layer in self.cache.layers:
@@ -202,7 +262,12 @@ class WeightStore:
         for crowded_out, slab in self.cache.make_room(layout.num_bytes, len(layout.entries)).items():
             self._release(crowded_out, slab)
         slab = self.pool.take(layout) or self._backend.allocate_slab(layout)
-        self._backend.upload(slab, self._host[layer])
+        held = self._host.get(layer)
+        if held is None and self._streamed is not None:
+            self._backend.upload(slab, self._streamed.get(layer))
+            self._streamed.handed_over(layer, self._backend.uploads_done())
+        else:
+            self._backend.upload(slab, self._host[layer])
         self._arriving[layer] = slab
         self._enter(layer, slab)
         self.counters.h2d_bytes += layout.num_bytes
@@ -262,11 +327,18 @@ class WeightStore:
 
     def _settle(self, layer: int, slab: Slab) -> Slab | None:
         """Keep a packed slab where it belongs; returns it when its bytes went to the host and it is free again."""
+        layout = self._layouts[layer]
+        if self._save is not None or not self._preload:
+            holds = not self._preload and self._keep_host
+            host = self._backend.host_slab(layout) if holds else np.empty(layout.num_bytes, np.uint8)
+            self._backend.download(host, slab)
+            if self._save is not None:
+                self._save(layout, host)
+            if holds:
+                self._host[layer] = host
         if self._preload:
             self._enter(layer, slab)
             return None
-        self._host[layer] = host = self._backend.host_slab(self._layouts[layer])
-        self._backend.download(host, slab)
         if self._backend.num_load_threads > 1:
             self._backend.free_slab(slab)
             return None

@@ -38,8 +38,12 @@ class ResidencyWindow(Protocol):
         """The most layers resident or on their way at any moment inside a token."""
 
     @property
+    def upload_cycle(self) -> list[int]:
+        """Layers that come over the link for each token once warm, in order."""
+
+    @property
     def uploads_per_token(self) -> int:
-        """Layers that come over the link for each token once warm."""
+        """How many they are."""
 
 
 def upcoming(current: int, num_layers: int) -> Iterator[int]:
@@ -68,8 +72,12 @@ class PastOnlyWindow:
         return min(self.num_layers, 2 * self.keep + self.prefetch)
 
     @property
+    def upload_cycle(self) -> list[int]:
+        return list(range(self.num_layers - self.keep))
+
+    @property
     def uploads_per_token(self) -> int:
-        return self.num_layers - self.keep
+        return len(self.upload_cycle)
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,12 @@ class PinnedWindow:
         return min(self.num_layers, self.keep + 1 + self.prefetch)
 
     @property
+    def upload_cycle(self) -> list[int]:
+        return [layer for layer in range(self.num_layers) if not self.is_fixed(layer)]
+
+    @property
     def uploads_per_token(self) -> int:
-        return self.num_layers - self.keep
+        return len(self.upload_cycle)
 
 
 @dataclass(frozen=True)
@@ -121,8 +133,13 @@ class BothSidesWindow:
         return min(self.num_layers, self.keep + self.prefetch)
 
     @property
+    def upload_cycle(self) -> list[int]:
+        always = max(0, self.keep - (self.num_layers - 2))
+        return [layer for layer in range(self.num_layers) if not 2 - always <= layer < 2]
+
+    @property
     def uploads_per_token(self) -> int:
-        return self.num_layers - max(0, self.keep - (self.num_layers - 2))
+        return len(self.upload_cycle)
 
 
 WINDOWS: dict[Policy, type[PastOnlyWindow | PinnedWindow | BothSidesWindow]] = {

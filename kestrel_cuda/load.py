@@ -1,0 +1,109 @@
+"""Fills a weight store: from the checkpoint, from a strip cache saved before, or layer by layer from that one's file.
+
+Says in `notes` where the weights came from when it was not the checkpoint, and in `warnings` what packing lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kestrel_cuda.backends.base import Backend, PackedTensor, SourceMatrix
+from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.config import EngineConfig
+from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.model.weights import DecoderWeights
+from kestrel_cuda.quant.packed import SlabEntry
+from kestrel_cuda.quant.strip_cache import DamagedStripCache, Miss, StripCache, find
+from kestrel_cuda.quant.strip_cache_writer import StripCacheWriter
+from kestrel_cuda.quant.strip_manifest import Fingerprint, fingerprint
+from kestrel_cuda.residency.host import StreamedHost
+from kestrel_cuda.residency.store import WeightStore
+from kestrel_cuda.residency.window import ResidencyWindow
+from kestrel_cuda.weight_keys import WeightKey
+
+NOT_FINITE = "{} holds weights that are not finite; the checkpoint is damaged, fetch it again"
+
+OnLayer = Callable[[int, int], None]
+
+
+class WeightLoader:
+    """One load of one checkpoint into one store. Raises CheckpointError when a weight cannot be quantized."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        weights: DecoderWeights,
+        config: EngineConfig,
+        notes: list[str],
+        warnings: list[str],
+        on_layer: OnLayer,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._weights = weights
+        self._config = config
+        self._notes, self._warnings = notes, warnings
+        self._on_layer = on_layer
+
+    def fill(self, store: WeightStore, backend: Backend, window: ResidencyWindow | None) -> None:
+        """Load every layer, by way of the strip cache where one is asked for."""
+        if self._config.strip_cache is None:
+            self._say_lost(_lost_groups(store.load(self._members, self._on_layer)))
+            return
+        streams = self._config.host_keep > 0 and window is not None and bool(window.upload_cycle)
+        if self._config.host_keep and not streams:
+            self._notes.append(f"--host-keep {self._config.host_keep} has nothing to hold: no layer is uploaded again")
+        expected = fingerprint(self._checkpoint, self._config.quant, list(self._weights.layouts))
+        found = find(self._config.strip_cache, expected)
+        if isinstance(found, Miss):
+            cache = self._build(store, expected, found.reason, keep_host=not streams)
+        else:
+            cache = found
+            self._notes.append(f"the packed weights come from the strip cache {cache.path}")
+        try:
+            if streams:
+                assert window is not None
+                host = StreamedHost(
+                    cache, self._weights.layers, window.upload_cycle, self._config.host_keep, backend.host_slab
+                )
+                store.stream_from(host, cache.read_into)
+            elif cache is found:
+                store.load_packed(cache.read_into, self._on_layer)
+        except DamagedStripCache as error:
+            cache.close()
+            cache = self._build(store, expected, str(error), keep_host=True)
+        self._say_lost(cache.lost_groups)
+        if not streams:
+            cache.close()
+
+    def _build(self, store: WeightStore, expected: Fingerprint, reason: str | None, *, keep_host: bool) -> StripCache:
+        assert self._config.strip_cache is not None
+        if reason:
+            self._warnings.append(f"{reason}; it is rebuilt")
+        with StripCacheWriter(self._config.strip_cache, expected) as writer:
+            found = store.load(self._members, self._on_layer, save=writer.add, keep_host=keep_host)
+            cache = writer.commit(_lost_groups(found))
+        self._notes.append(f"the packed weights were saved in the strip cache {cache.path}")
+        return cache
+
+    def _members(self, entry: SlabEntry) -> Sequence[SourceMatrix]:
+        tensors = [self._checkpoint.weight(WeightKey(entry.key.layer, p)) for p in entry.key.projection.members]
+        return [SourceMatrix(tensor.name, tensor.data) for tensor in tensors]
+
+    def _say_lost(self, lost: Mapping[str, int]) -> None:
+        if lost:
+            self._warnings.append(
+                f"{sum(lost.values())} groups of {len(lost)} tensors are too small for a float16 scale and became "
+                f"zero, the first in {next(iter(lost))}"
+            )
+
+
+def _lost_groups(found: Sequence[PackedTensor]) -> dict[str, int]:
+    """Lost groups by tensor. Raises CheckpointError for a tensor that has no packed form."""
+    for tensor in found:
+        if tensor.num_nonfinite:
+            raise CheckpointError(NOT_FINITE.format(tensor.name))
+        if tensor.num_oversized_scales:
+            raise CheckpointError(
+                f"{tensor.name} needs a scale over 65504, the largest a float16 holds; use --quant none"
+            )
+    return {tensor.name: tensor.num_lost_groups for tensor in found if tensor.num_lost_groups}
