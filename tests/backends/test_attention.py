@@ -1,0 +1,266 @@
+"""Causal attention against float64, later cache slots poisoned; on the GPU, a query's bits for every M."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import DTypeLike, NDArray
+
+from kestrel_cuda.backends.base import Activation, Array, Backend, HeadShape, KvLayer, SequenceState
+from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.quant.grouped import quantize_activations
+from tests.backends.arrays import (
+    Doubles,
+    Floats,
+    assert_same_bits,
+    normal,
+    poison,
+    poisoned,
+    poisoned_activation,
+    read_codes,
+    read_values,
+    rng,
+    sequence_state,
+)
+from tests.compare import assert_close
+
+F16, F32 = np.float16, np.float32
+NUM_QUERIES = [1, 2, 7, 8, 9, 33, 100]
+# Around the subtiles of 64 and the splits of 256.
+NUM_SLOTS = [
+    1,
+    2,
+    3,
+    31,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    300,
+    320,
+    511,
+    512,
+    513,
+    768,
+    1000,
+    1024,
+    1025,
+    1100,
+]
+# (head_dim, queries a kv head, kv heads, cache)
+SHAPES = [
+    (16, 1, 3, F32), (16, 4, 2, F16), (32, 2, 2, F32), (32, 5, 1, F16), (64, 3, 2, F16), (64, 8, 1, F32),
+    (128, 1, 2, F16), (128, 2, 2, F32), (128, 4, 1, F32), (128, 8, 1, F16),
+]  # fmt: skip
+IDS = [f"d{d}-{group}x{kv_heads}-{dtype.__name__}" for d, group, kv_heads, dtype in SHAPES]
+
+# Both backends read the same cache, so its float16 rounding is no error here.
+MAX_NMSE = 2e-12
+MAX_NMSE_BETWEEN_BACKENDS = {F16: 1e-5, F32: 1e-9}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries of every position, and keys and values of every slot."""
+
+    heads: HeadShape
+    q_thd: Floats
+    k_hsd: NDArray[np.floating]
+    v_hsd: NDArray[np.floating]
+
+
+def case(head_dim: int, group: int, kv_heads: int, dtype: DTypeLike, length: int, sharpness: float = 1.0) -> Case:
+    random = rng(head_dim, group, kv_heads, length)
+    num_heads = group * kv_heads
+    heads = HeadShape(num_heads, kv_heads, head_dim, num_heads * head_dim, (num_heads + kv_heads) * head_dim, 1e-6)
+    q = normal(random, length, num_heads, head_dim, scale=sharpness)
+    k, v = (normal(random, kv_heads, length, head_dim).astype(dtype) for _ in range(2))
+    return Case(heads, q, k, v)
+
+
+def expected_attention(given: Case, first: int, num_rows: int) -> Doubles:
+    """Rows [m, heads * d] of queries first .. first + num_rows - 1, in float64."""
+    heads, num_slots = given.heads, first + num_rows
+    group, d = heads.queries_per_kv, heads.head_dim
+    out = np.empty((num_rows, heads.num_heads, d))
+    visible = np.arange(num_slots) <= np.arange(first, num_slots)[:, None]
+    for head in range(heads.num_heads):
+        k, v = (cache[head // group, :num_slots].astype(np.float64) for cache in (given.k_hsd, given.v_hsd))
+        scores = given.q_thd[first:num_slots, head].astype(np.float64) @ k.T / np.sqrt(d)
+        scores = np.where(visible, scores, -np.inf)
+        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[:, head] = p @ v / p.sum(axis=-1, keepdims=True)
+    return out.reshape(num_rows, -1)
+
+
+def reserve(backend: Backend, heads: HeadShape, max_rows: int, ctx: int) -> None:
+    """Scratch for these sizes, full of poison: nothing may be read that this run did not write."""
+    backend.reserve_attention(heads, max_rows, ctx)
+    for scratch in getattr(backend, "_attention", None) or ():
+        backend.write(scratch, poison(scratch.shape))
+
+
+def cache_with_poison(backend: Backend, given: Case, num_slots: int, ctx: int, beyond: float) -> KvLayer:
+    """The first slots of the case; what lies beyond them must not matter."""
+    kv_heads, _, d = given.k_hsd.shape
+    caches = []
+    for cache in (given.k_hsd, given.v_hsd):
+        whole = np.full((kv_heads, ctx, d), beyond, cache.dtype)
+        whole[:, :num_slots] = cache[:, :num_slots]
+        caches.append(backend.to_device(whole))
+    return KvLayer(*caches)
+
+
+def attend(
+    backend: Backend,
+    given: Case,
+    first: int,
+    num_rows: int,
+    *,
+    ctx: int | None = None,
+    beyond: float = np.nan,
+    quantized: bool = False,
+) -> tuple[Activation, int]:
+    """The step over a cache of `ctx` slots; returns its output and the number of rows."""
+    heads, num_slots = given.heads, first + num_rows
+    ctx = num_slots + 5 if ctx is None else ctx
+    reserve(backend, heads, num_rows, ctx)
+    kv = cache_with_poison(backend, given, num_slots, ctx, beyond)
+    q = backend.to_device(np.concatenate([given.q_thd[first:num_slots], poison((1, *given.q_thd.shape[1:]))]))
+    out = poisoned_activation(backend, num_rows + 1, heads.num_heads * heads.head_dim, quantized)
+    state = sequence_state(backend, ctx, first, head_dim=heads.head_dim)
+    backend.attend(q, kv, heads, state, out, num_rows, num_slots)
+    return out, num_rows
+
+
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "dtype"), SHAPES, ids=IDS)
+def test_contexts_and_query_counts(
+    backend: Backend, cpu_backend: Backend, head_dim: int, group: int, kv_heads: int, dtype: type[np.floating]
+) -> None:
+    given = case(head_dim, group, kv_heads, dtype, max(NUM_SLOTS))
+    for number, num_slots in enumerate(NUM_SLOTS):
+        # Every count meets every context over the shapes; each context meets a small and a large count.
+        for m in {1, NUM_QUERIES[(number + head_dim // 16) % 7], NUM_QUERIES[(3 * number + group) % 7]}:
+            if m > num_slots:
+                continue
+            first = num_slots - m
+            actual = read_values(backend, *attend(backend, given, first, m))
+            what = f"{m} queries over {num_slots} slots"
+            assert_close(actual, expected_attention(given, first, m), max_nmse=MAX_NMSE, what=what)
+            if backend.name != "cpu":
+                on_cpu = read_values(cpu_backend, *attend(cpu_backend, given, first, m))
+                bound = MAX_NMSE_BETWEEN_BACKENDS[dtype]
+                assert_close(actual, on_cpu, max_nmse=bound, what=f"{what} against the CPU")
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("m", [1, 8, 9, 33])
+@pytest.mark.parametrize("ctx", [300, 301, 700])
+def test_slots_beyond_the_last_do_not_matter(backend: Backend, m: int, ctx: int, dtype: type[np.floating]) -> None:
+    given, num_slots = case(64, 2, 3, dtype, 300), 300
+    results = [
+        read_values(backend, *attend(backend, given, num_slots - m, m, ctx=ctx, beyond=beyond))
+        for beyond in (0.0, np.nan, np.inf, 60000.0)
+    ]
+    for other in results[1:]:
+        assert_same_bits(other, results[0], "over another poison")
+    assert_close(results[0], expected_attention(given, num_slots - m, m), max_nmse=MAX_NMSE)
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 100])
+def test_sharp_attention(backend: Backend, m: int) -> None:
+    """Scores up to about 60, so that a split's maximum moves and earlier splits nearly vanish."""
+    given = case(128, 4, 2, F32, 900, sharpness=15)
+    actual = read_values(backend, *attend(backend, given, 900 - m, m))
+    # A float32 dot of 680, and so a score of 60, is off by some 1e-5, and so is its exponential.
+    assert_close(actual, expected_attention(given, 900 - m, m), max_nmse=1e-10)
+
+
+@pytest.mark.parametrize("m", [1, 9])
+@pytest.mark.parametrize("at", [0, 255, 256, 299])
+def test_one_slot_that_takes_everything(backend: Backend, m: int, at: int) -> None:
+    given = case(64, 2, 1, F16, 300)
+    given.k_hsd[:] = 0
+    given.q_thd[:] = 4
+    given.k_hsd[:, at] = 16  # a score of 512: every other exponential is 0
+    actual = read_values(backend, *attend(backend, given, 300 - m, m))
+    sees = np.arange(300 - m, 300) >= at
+    expected = np.tile(given.v_hsd[0, at].astype(np.float64), (m, 2))
+    assert_close(actual[sees], expected[sees], max_nmse=1e-14)
+    assert_close(actual, expected_attention(given, 300 - m, m), max_nmse=MAX_NMSE)
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_equal_scores_give_the_mean(backend: Backend, m: int) -> None:
+    given = case(32, 2, 2, F32, 600)
+    given.k_hsd[:] = 0
+    actual = read_values(backend, *attend(backend, given, 600 - m, m))
+    mean = given.v_hsd.astype(np.float64).cumsum(axis=1) / np.arange(1, 601)[:, None]
+    expected = np.repeat(mean[:, 600 - m :], 2, axis=0).transpose(1, 0, 2).reshape(m, -1)
+    assert_close(actual, expected, max_nmse=1e-11)
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 70])
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads"), [(128, 2, 2), (16, 3, 1), (32, 5, 3)])
+def test_quantized_is_the_plain_result_quantized(
+    backend: Backend, m: int, head_dim: int, group: int, kv_heads: int
+) -> None:
+    given = case(head_dim, group, kv_heads, F16, 280)
+    codes, scales = read_codes(backend, *attend(backend, given, 280 - m, m, quantized=True))
+    plain = read_values(backend, *attend(backend, given, 280 - m, m))
+    expected_codes, expected_scales = quantize_activations(plain)
+    assert (codes == expected_codes).all()
+    assert_same_bits(scales, expected_scales, "scales")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("length", [1100])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "kv_heads", "dtype"), [*SHAPES, (64, 32, 1, F16)], ids=[*IDS, "d64-32x1-float16"]
+)
+def test_a_query_has_the_same_bits_in_every_chunking(
+    cuda_backend: Backend, head_dim: int, group: int, kv_heads: int, dtype: type[np.floating], length: int
+) -> None:
+    """One query at a time, and prefill in chunks that few-query and many-query kernels take, cut at any position."""
+    given = case(head_dim, group, kv_heads, dtype, length, sharpness=3)
+    heads, width = given.heads, group * kv_heads * head_dim
+    reserve(cuda_backend, heads, length, length)
+    kv = cache_with_poison(cuda_backend, given, length, length, np.nan)
+    q = cuda_backend.to_device(given.q_thd)
+    state = sequence_state(cuda_backend, length, 0, head_dim=head_dim)
+    out = poisoned(cuda_backend, (length, width))
+
+    alone = _in_chunks(cuda_backend, heads, q, kv, state, out, 1)
+    assert np.isfinite(alone).all()
+    for chunk in (2, 7, 8, 9, 33, 64, 100, 257, length):
+        cuda_backend.write(out, poison((length, width)))
+        together = _in_chunks(cuda_backend, heads, q, kv, state, out, chunk)
+        assert_same_bits(together, alone, f"chunks of {chunk}")
+
+
+def _in_chunks(
+    backend: Backend, heads: HeadShape, q: Array, kv: KvLayer, state: SequenceState, out: Array, chunk: int
+) -> Floats:
+    """Every query, `chunk` at a time, over a cache that already holds what comes later."""
+    length, width = out.shape
+    for first in range(0, length, chunk):
+        last = min(first + chunk, length)
+        backend.write(state.position, np.array([first], np.int32))
+        rows = Activation(width, out[first:last], None, None)
+        backend.attend(q[first:last], kv, heads, state, rows, last - first, last)
+    host: Floats = backend.to_host(out)
+    return host
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("head_dim", "queries_per_kv"), [(96, 2), (256, 2), (8, 1), (128, 33)])
+def test_heads_the_kernels_do_not_take_are_refused(cuda_backend: Backend, head_dim: int, queries_per_kv: int) -> None:
+    with pytest.raises(DeviceError, match=rf"head_dim of {head_dim} and {queries_per_kv} query heads.*--backend cpu"):
+        cuda_backend.check_heads(head_dim, queries_per_kv)
