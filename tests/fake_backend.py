@@ -39,6 +39,7 @@ class FakeBackend:
         self.peak_bytes = 0
         self.store: WeightStore | None = None
         self._live: dict[int, Slab] = {}
+        self._freed: list[Slab] = []
         self._numbers: dict[int, int] = {}
         self._host_layouts: dict[int, SlabLayout] = {}
         self._host: list[NDArray[np.uint8]] = []
@@ -70,7 +71,7 @@ class FakeBackend:
         assert self._live.pop(id(slab), None) is slab, "a slab was freed twice, or never allocated"
         slab.raw[:] = FREED
         self._readable.discard(id(slab))
-        self._host.append(slab.raw)  # keeps id(slab) from being met again
+        self._freed.append(slab)  # so that id(slab) is not met again
         self.allocated_bytes -= slab.layout.num_bytes
         self._record("free", slab, slab.layout.layer)
 
