@@ -109,7 +109,7 @@ class EngineConfig:
     kv: KvDtype | None = None
     ctx: int | None = None
     keep: int | None = None
-    policy: Policy = Policy.PAST_ONLY
+    policy: Policy = Policy.PINNED
     prefetch: int = DEFAULT_PREFETCH
     evict: Evict = Evict.POOL
     lazy: bool = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kestrel_cuda.backends.base import MemoryInfo
-from kestrel_cuda.config import CacheBudget, EngineConfig, ModelConfig, Quant
+from kestrel_cuda.config import EngineConfig, ModelConfig, Quant, TextConfig
 from kestrel_cuda.errors import DeviceError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.text import workspace_bytes
@@ -16,14 +16,18 @@ from kestrel_cuda.sizes import format_size
 
 RESIDENT_CHUNK = 512
 WINDOW_CHUNK = 2048
-"""Prompt rows a pass: a window uploads every layer once a pass, so its passes are long."""
+"""Most prompt rows a pass: a window uploads layers once a pass, so its passes are long."""
+
+USUAL_CHUNK, LEAST_CHUNK = 256, 16
+"""Rows a pass that room is kept for before layers; a window of one layer may do with the least. What memory is left
+over then lengthens the passes, up to the most."""
 
 FREE_MARGIN_BYTES = 512 << 20
-LOADER_BYTES = 144 << 20
-"""Scratch that packing takes while weights load; gone before the first token."""
+LOADER_BYTES = 72 << 20
+"""Scratch that packing takes on a GPU while weights load; gone before the first token."""
 
-MAX_CONTEXT_BYTES = 768 << 20
-"""The most of what is in use at start that counts as this process's own driver context."""
+GRAPH_BYTES = 32 << 20
+"""What the driver takes for captured launches and for kernels loaded later."""
 
 SEEDS_MOST_BYTES, SEEDS_LEAST_BYTES = 24 << 30, 256 << 20
 
@@ -63,95 +67,157 @@ def make_plan(
 ) -> Plan:
     """Fit weights, cache and work buffers into the memory there is.
 
-    Raises DeviceError when what was asked for does not fit, naming the keep that would, and SettingError for a
-    context longer than the model's positions.
+    Raises DeviceError when what was asked for does not fit, naming what would, and SettingError for a context longer
+    than the model's positions.
     """
-    text = model.text
-    if ctx > text.max_positions:
-        raise SettingError(f"--ctx {ctx} is over the {text.max_positions} positions this model has; use at most that")
-    context_bytes = min(memory.used_at_start_bytes, MAX_CONTEXT_BYTES)
-    if config.vram_bytes is not None:
-        total, bound = config.vram_bytes, f"--vram {format_size(config.vram_bytes)}"
-    else:
-        total = memory.free_bytes + context_bytes - FREE_MARGIN_BYTES if on_gpu else memory.total_bytes
-        bound = f"{format_size(memory.free_bytes)} free"
-    layer_bytes = max(layout.num_bytes for layout in weights.layers)
-    lm_head_bytes = weights.lm_head.num_bytes
-    kv_bytes = kv_cache_bytes(text, ctx, config.kv_dtype)
-    table_bytes = 4 * ctx * text.head_dim + 4 * (ctx + 3)
-    norm_bytes = 4 * (text.num_layers * (2 * text.hidden_size + 2 * text.head_dim) + text.hidden_size)
+    most = model.text.max_positions
+    if ctx > most:
+        raise SettingError(f"--ctx {ctx} is over the {most} positions this model has; use at most that")
+    return _Planner(config, model.text, weights, memory, ctx, num_prompt, embedding_bytes, on_gpu).plan()
 
-    def rows(keep: int, embeddings_on_device: bool) -> list[tuple[str, int]]:
-        chunk = _chunk(config, keep, num_prompt)
-        window = make_window(config.policy, text.num_layers, keep, config.prefetch)
-        resident = window.peak_layers if window else text.num_layers
+
+@dataclass(frozen=True)
+class _Planner:
+    """The sizes a plan is made of, as functions of `keep`."""
+
+    config: EngineConfig
+    text: TextConfig
+    weights: DecoderWeights
+    memory: MemoryInfo
+    ctx: int
+    num_prompt: int
+    embedding_bytes: int
+    on_gpu: bool
+
+    def plan(self) -> Plan:
+        num_layers = self.text.num_layers
+        best = next((keep for keep in (0, *range(num_layers - 1, 0, -1)) if self.fits(keep)), None)
+        if best is None and self.fits(1, chunk=LEAST_CHUNK):
+            best = 1
+        if best is None:
+            raise DeviceError(self._nothing_fits())
+        keep, notes = best, []
+        if self.config.keep is not None:
+            keep = min(self.config.keep, num_layers)
+            if keep < self.config.keep:
+                too_many = f"--keep {self.config.keep} is more than the model's {num_layers} layers"
+                notes.append(f"{too_many}: {num_layers} are kept")
+        elif best:
+            notes.append(
+                f"the weights do not fit {self.bound} whole: a window of --keep {best} of {num_layers} layers is used"
+            )
+        if not self.fits(keep) and not self.fits(keep, chunk=LEAST_CHUNK):
+            fitting = "everything resident" if best == 0 else f"--keep {best}"
+            raise DeviceError(
+                f"keeping {keep or 'all'} of {num_layers} layers resident needs "
+                f"{format_size(self.needed_bytes(keep))}, but there are {self.bound}; {fitting} fits"
+            )
+        on_device = self.on_gpu and self.fits(keep, embeddings_on_device=True)
+        chunk = self._longest_chunk(keep, on_device)
+        if self.on_gpu and not on_device:
+            notes.append(f"the embedding table ({format_size(self.embedding_bytes)}) stays in host memory")
+        return Plan(
+            keep,
+            self.ctx,
+            chunk,
+            "device" if on_device else "host",
+            min(self.cache_budget_bytes, self.total_bytes),
+            tuple(self.rows(keep, chunk, on_device)),
+            tuple(notes),
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        if self.config.vram_bytes is not None:
+            return self.config.vram_bytes
+        if self.on_gpu:
+            return self.memory.free_bytes + self.memory.context_bytes - FREE_MARGIN_BYTES
+        return self.memory.total_bytes
+
+    @property
+    def bound(self) -> str:
+        """What bounds the plan, in words."""
+        if self.config.cache_budget is not None and self.cache_budget_bytes < self.total_bytes:
+            return f"--cache-budget {format_size(self.cache_budget_bytes)} for weights"
+        if self.config.vram_bytes is not None:
+            return f"--vram {format_size(self.config.vram_bytes)}"
+        return f"{format_size(self.memory.free_bytes)} free"
+
+    @property
+    def cache_budget_bytes(self) -> int:
+        match self.config.cache_budget:
+            case None:
+                return self.total_bytes
+            case "seeds":
+                return seeds_budget_bytes(self.memory.free_bytes)
+            case budget:
+                return budget
+
+    def fits(self, keep: int, *, chunk: int = USUAL_CHUNK, embeddings_on_device: bool = False) -> bool:
+        peak = max(sum(b for _, b in self.rows(keep, chunk, embeddings_on_device)), self.load_bytes(keep))
+        return peak <= self.total_bytes and self.weight_bytes(keep) <= self.cache_budget_bytes
+
+    def needed_bytes(self, keep: int) -> int:
+        """The least total that holds a window of `keep`: the shortest passes, embeddings on the host."""
+        return max(sum(b for _, b in self.rows(keep, LEAST_CHUNK, False)), self.load_bytes(keep))
+
+    def rows(self, keep: int, chunk: int, embeddings_on_device: bool) -> list[tuple[str, int]]:
+        text, chunk = self.text, self._rows_a_pass(chunk)
+        norm_bytes = 4 * (text.num_layers * (2 * text.hidden_size + 2 * text.head_dim) + text.hidden_size)
+        table_bytes = 4 * self.ctx * text.head_dim + 4 * (self.ctx + 3)
         return [
-            ("driver context and kernels", context_bytes),
-            (f"weights of {resident} of {text.num_layers} layers at the peak", resident * layer_bytes),
-            ("lm_head", lm_head_bytes),
-            ("embeddings", embedding_bytes if embeddings_on_device else 0),
+            ("driver context, kernels and captures", self.memory.context_bytes + (GRAPH_BYTES if self.on_gpu else 0)),
+            (
+                f"weights of {self.peak_layers(keep)} of {text.num_layers} layers at the peak",
+                self.peak_layers(keep) * self.layer_bytes,
+            ),
+            ("lm_head", self.weights.lm_head.num_bytes),
+            ("embeddings", self.embedding_bytes if embeddings_on_device else 0),
             ("norms and rotation tables", norm_bytes + table_bytes),
-            (f"key-value cache, {ctx} slots", kv_bytes),
-            (f"work buffers, {chunk} rows", _work_bytes(config, model, weights, chunk, ctx)),
+            (f"key-value cache, {self.ctx} slots", kv_cache_bytes(text, self.ctx, self.config.kv_dtype)),
+            (f"work buffers, {chunk} rows", self.work_bytes(chunk)),
         ]
 
-    def fits(keep: int, embeddings_on_device: bool) -> bool:
-        planned = rows(keep, embeddings_on_device)
-        weight_bytes = planned[1][1] + planned[2][1]
-        return sum(b for _, b in planned) <= total and weight_bytes <= cache_budget
+    def peak_layers(self, keep: int) -> int:
+        window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
+        return window.peak_layers if window else self.text.num_layers
 
-    cache_budget = _cache_budget_bytes(config.cache_budget, memory.free_bytes, total)
-    choices = [0, *range(text.num_layers - 1, 0, -1)]
-    best = next((keep for keep in choices if fits(keep, False)), None)
-    if best is None:
-        needed = sum(b for _, b in rows(1, False))
-        raise DeviceError(
-            f"{bound} cannot hold even a window of one layer: {format_size(needed)} are needed "
-            f"({', '.join(f'{what} {format_size(b)}' for what, b in rows(1, False) if b)}); "
+    @property
+    def layer_bytes(self) -> int:
+        return max(layout.num_bytes for layout in self.weights.layers)
+
+    def weight_bytes(self, keep: int) -> int:
+        return self.peak_layers(keep) * self.layer_bytes + self.weights.lm_head.num_bytes
+
+    def load_bytes(self, keep: int) -> int:
+        """The peak while weights load: everything packed so far, or one slab, beside the loader's scratch."""
+        whole = keep == 0 and not self.config.lazy
+        slabs = [layout.num_bytes for layout in self.weights.layouts]
+        scratch = LOADER_BYTES if self.on_gpu else 0
+        return self.memory.context_bytes + (sum(slabs) if whole else max(slabs)) + scratch
+
+    def _rows_a_pass(self, chunk: int) -> int:
+        return max(1, min(self.config.prefill_chunk or chunk, self.num_prompt))
+
+    def _longest_chunk(self, keep: int, on_device: bool) -> int:
+        chunk = WINDOW_CHUNK if keep else RESIDENT_CHUNK
+        while chunk > LEAST_CHUNK and not self.fits(keep, chunk=chunk, embeddings_on_device=on_device):
+            chunk //= 2
+        return self._rows_a_pass(chunk)
+
+    def work_bytes(self, chunk: int) -> int:
+        text = self.text
+        splits = min(chunk, 8) * text.num_heads * -(-self.ctx // 256) * (text.head_dim + 2) * 4
+        attention = splits + chunk * text.q_size * 4
+        return workspace_bytes(text, self.weights, chunk, self.config.quant is not Quant.NONE) + attention
+
+    def _nothing_fits(self) -> str:
+        if self.weight_bytes(1) > self.cache_budget_bytes < self.total_bytes:
+            least = f"--cache-budget {format_size(self.weight_bytes(1))}"
+        else:
+            least = f"--vram {format_size(self.needed_bytes(1))}"
+        parts = ", ".join(f"{what} {format_size(b)}" for what, b in self.rows(1, LEAST_CHUNK, False) if b)
+        return (
+            f"{self.bound} cannot hold even a window of one layer; {least} would ({parts}); "
             "a smaller --ctx, --prefill-chunk or --quant q4_0 needs less"
         )
-    notes: list[str] = []
-    keep = best if config.keep is None else config.keep
-    if config.keep is None and best:
-        notes.append(
-            f"the weights do not fit {bound} whole: a window of --keep {best} of {text.num_layers} layers is used"
-        )
-    elif keep and keep > text.num_layers:
-        notes.append(f"--keep {keep} is more than the model's {text.num_layers} layers: {text.num_layers} are kept")
-        keep = text.num_layers
-    if not fits(keep, False):
-        fitting = "everything resident" if best == 0 else f"--keep {best}"
-        raise DeviceError(
-            f"keeping {'all' if keep == 0 else keep} of {text.num_layers} layers resident needs "
-            f"{format_size(sum(b for _, b in rows(keep, False)))}, but there are {bound}; {fitting} fits"
-        )
-    on_device = on_gpu and fits(keep, True)
-    if on_gpu and not on_device:
-        notes.append(f"the embedding table ({format_size(embedding_bytes)}) stays in host memory")
-    planned = rows(keep, on_device)
-    return Plan(
-        keep,
-        ctx,
-        _chunk(config, keep, num_prompt),
-        "device" if on_device else "host",
-        min(cache_budget, total),
-        tuple(planned),
-        tuple(notes),
-    )
-
-
-def _chunk(config: EngineConfig, keep: int, num_prompt: int) -> int:
-    most = config.prefill_chunk or (WINDOW_CHUNK if keep else RESIDENT_CHUNK)
-    return max(1, min(most, num_prompt))
-
-
-def _work_bytes(config: EngineConfig, model: ModelConfig, weights: DecoderWeights, chunk: int, ctx: int) -> int:
-    text = model.text
-    attention = min(chunk, 8) * text.num_heads * -(-ctx // 256) * (text.head_dim + 2) * 4 + chunk * text.q_size * 4
-    return workspace_bytes(text, weights, chunk, config.quant is not Quant.NONE) + attention
-
-
-def _cache_budget_bytes(budget: CacheBudget, free_bytes: int, total_bytes: int) -> int:
-    if budget is None:
-        return total_bytes
-    return seeds_budget_bytes(free_bytes) if budget == "seeds" else budget

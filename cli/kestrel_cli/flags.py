@@ -78,7 +78,7 @@ Policy = Annotated[
         "--policy",
         metavar="past-only|pinned|both-sides",
         help="Which layers the window lets go of. Peak in layers with --keep N and --prefetch D: past-only 2N+D, "
-        "pinned N+1+D; both-sides N+D, but it uploads every layer for every token.  [default: past-only]",
+        "pinned N+1+D; both-sides N+D, but it uploads every layer for every token.  [default: pinned]",
     ),
 ]
 Prefetch = Annotated[
@@ -116,6 +116,30 @@ CacheBudget = Annotated[
 ]
 PrefillChunk = Annotated[
     str | None, typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens computed at a time.")
+]
+
+SweepKeep = Annotated[
+    bool, typer.Option("--sweep-keep", help="Measure many windows, from everything resident down to one layer.")
+]
+Keeps = Annotated[
+    str | None,
+    typer.Option("--keeps", metavar="off,27,1", help="The windows of a sweep.  [default: off and several down to 1]"),
+]
+Policies = Annotated[
+    str | None,
+    typer.Option("--policies", metavar="LIST", help="Sweep over several policies: past-only,pinned,both-sides."),
+]
+Evicts = Annotated[
+    str | None, typer.Option("--evicts", metavar="LIST", help="Sweep over both ways to evict: pool,free.")
+]
+PromptTokens = Annotated[
+    str | None, typer.Option("--prompt-tokens", metavar="N", help="Tokens of the prompt.  [default: 16]")
+]
+NewTokens = Annotated[
+    str | None, typer.Option("--new-tokens", "-n", metavar="N", help="Tokens a round, 4 or more.  [default: 24]")
+]
+Rounds = Annotated[
+    str | None, typer.Option("--rounds", metavar="N", help="How often each window is measured.  [default: 5]")
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import combinations
@@ -32,6 +32,10 @@ def _infer(text: str) -> BackendName:
 
 def _show_keep(keep: int | None) -> int | str:
     return "auto" if keep is None else keep or "off"
+
+
+def _show_keeps(keeps: tuple[int, ...] | None) -> tuple[int | str, ...] | None:
+    return None if keeps is None else tuple(keep or "off" for keep in keeps)
 
 
 PROFILE = Setting[str | None]("profile", None, "a profile's name or a .toml file", str, variable="KESTREL_CUDA_PROFILE")
@@ -78,7 +82,7 @@ HOST_KEEP = Setting[int](
 )
 STRIP_CACHE = Setting[Path | None]("strip_cache", None, "a folder", values.path, variable="KESTREL_CUDA_STRIP_CACHE")
 POLICY = Setting[Policy](
-    "policy", Policy.PAST_ONLY, "past-only, pinned or both-sides", Policy, variable="KESTREL_CUDA_POLICY"
+    "policy", Policy.PINNED, "past-only, pinned or both-sides", Policy, variable="KESTREL_CUDA_POLICY"
 )
 PREFETCH = Setting[int](
     "prefetch", DEFAULT_PREFETCH, "a whole number of layers", values.number, variable="KESTREL_CUDA_PREFETCH"
@@ -109,6 +113,33 @@ EXPECT = Setting[tuple[int, ...] | None]("expect", None, _IDS, values.token_ids,
 TABLE = Setting[TableRows](
     "table", "last", "last, all or none", values.one_of("last", "all", "none"), variable="KESTREL_CUDA_TABLE"
 )
+SWEEP_KEEP = Setting[bool]("sweep_keep", False)
+KEEPS = Setting[tuple[int, ...] | None](
+    "keeps",
+    None,
+    "numbers of layers or off, separated by commas, like off,27,20,1",
+    values.distinct(values.fixed_keep),
+    variable="KESTREL_CUDA_KEEPS",
+    show=_show_keeps,
+)
+POLICIES = Setting[tuple[Policy, ...] | None](
+    "policies",
+    None,
+    "past-only, pinned or both-sides, separated by commas",
+    values.distinct(Policy),
+    variable="KESTREL_CUDA_POLICIES",
+)
+EVICTS = Setting[tuple[Evict, ...] | None](
+    "evicts", None, "pool or free, separated by commas", values.distinct(Evict), variable="KESTREL_CUDA_EVICTS"
+)
+PROMPT_TOKENS = Setting[int](
+    "prompt_tokens", 16, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_PROMPT_TOKENS"
+)
+NEW_TOKENS = Setting[int](
+    "new_tokens", 24, "a whole number of at least 4", values.at_least(4), variable="KESTREL_CUDA_NEW_TOKENS"
+)
+ROUNDS = Setting[int]("rounds", 5, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_ROUNDS")
+
 JSON = Setting[bool]("json", False)
 QUIET = Setting[bool]("quiet", False)
 DEBUG = Setting[bool]("debug", False)
@@ -127,6 +158,10 @@ RUN: tuple[Setting[Any], ...] = (
     *_OUTPUT,
 )
 SELFTEST: tuple[Setting[Any], ...] = (*_EVERYWHERE, *_OUTPUT)
+_BENCH = (*_EVERYWHERE, STRIP_CACHE, POLICY, PREFETCH, EVICT, PROMPT_TOKENS, NEW_TOKENS, ROUNDS, SWEEP_KEEP)
+_OF_A_SWEEP: tuple[Setting[Any], ...] = (KEEPS, POLICIES, EVICTS)
+BENCH_ONE: tuple[Setting[Any], ...] = (*_BENCH, KEEP, *_OUTPUT)
+BENCH_SWEEP: tuple[Setting[Any], ...] = (*_BENCH, *_OF_A_SWEEP, *_OUTPUT)
 
 CONFLICTS = (
     *(Conflict(one, other, "a run has one prompt") for one, other in combinations(_PROMPTS, 2)),
@@ -135,6 +170,8 @@ CONFLICTS = (
     Conflict(RAW, IDS, "token ids are taken as they are"),
     Conflict(IDS, SYSTEM, "token ids are the whole prompt"),
     Conflict(MESSAGES, SYSTEM, "a conversation carries its own system message"),
+    Conflict(POLICY, POLICIES, "a sweep has one list of policies"),
+    Conflict(EVICT, EVICTS, "a sweep has one list of ways to evict"),
 )
 
 
@@ -153,6 +190,17 @@ def settle(known: tuple[Setting[Any], ...], flags: Mapping[str, str | bool], var
             "raise --max-new-tokens"
         )
     return settings
+
+
+def settle_bench(flags: Mapping[str, str | bool], variables: Mapping[str, str]) -> Settings:
+    """The settings of `bench`: of one window, or of a sweep. The other kind's variables are not read."""
+    sweeps = SWEEP_KEEP.name in flags
+    if sweeps and KEEP.name in flags:
+        raise SettingError("--sweep-keep and --keep contradict each other: a sweep takes its windows from --keeps")
+    stray = next((setting for setting in _OF_A_SWEEP if setting.name in flags), None)
+    if stray is not None and not sweeps:
+        raise SettingError(f"{stray.flag} is for a sweep over windows; add --sweep-keep")
+    return settle(BENCH_SWEEP if sweeps else BENCH_ONE, flags, variables)
 
 
 def _named(settings: Settings, setting: Setting[Any]) -> str:
@@ -187,3 +235,16 @@ def run_config(settings: Settings) -> EngineConfig:
         strip_cache=settings[STRIP_CACHE],
         host_keep=settings[HOST_KEEP],
     )
+
+
+def bench_config(settings: Settings) -> EngineConfig:
+    """The same for a bench, whose windows are laid over what is loaded."""
+    return replace(selftest_config(settings), prefetch=settings[PREFETCH], strip_cache=settings[STRIP_CACHE])
+
+
+def bench_windows(settings: Settings) -> tuple[Sequence[int | None] | None, Sequence[Policy], Sequence[Evict]]:
+    """Keeps, policies and ways to evict to be measured; keeps are None for a sweep's own choice."""
+    if not settings[SWEEP_KEEP]:
+        return (settings[KEEP],), (settings[POLICY],), (settings[EVICT],)
+    policies, evicts = settings[POLICIES] or (settings[POLICY],), settings[EVICTS] or (settings[EVICT],)
+    return settings[KEEPS], policies, evicts

@@ -26,13 +26,16 @@ Array: TypeAlias = Any
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Device memory in bytes: what the driver says, and what this backend holds now and held at most."""
+    """Device memory in bytes: what the driver says, and what this backend holds now and held at most.
+
+    `context_bytes` is what the driver took for this process before anything was allocated.
+    """
 
     free_bytes: int
     total_bytes: int
     allocated_bytes: int
     peak_allocated_bytes: int
-    used_at_start_bytes: int
+    context_bytes: int
 
 
 @dataclass(frozen=True)

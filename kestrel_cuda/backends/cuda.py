@@ -33,8 +33,9 @@ from kestrel_cuda.backends.base import (
     Slab,
     new_activation,
 )
-from kestrel_cuda.backends.cuda_memory import DeviceMemory
+from kestrel_cuda.backends.cuda_memory import DeviceMemory, page_aligned
 from kestrel_cuda.backends.cuda_packer import CudaPacker
+from kestrel_cuda.backends.driver_memory import used_bytes
 from kestrel_cuda.kernels.library import KernelLibrary
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, SlabLayout
@@ -79,6 +80,8 @@ class CudaBackend:
             raise DeviceError(f"no usable NVIDIA GPU: {error}") from None
         if not 0 <= device < count:
             raise DeviceError(f"there is no GPU {device}; this machine has {count} (numbered from 0)")
+        pci_bus_id = runtime.deviceGetPCIBusId(device)
+        used_before_bytes = used_bytes(pci_bus_id)
         properties = runtime.getDeviceProperties(device)
         self.device_name = properties["name"].decode()
         self.compute_capability = properties["major"] * 10 + properties["minor"]
@@ -89,7 +92,7 @@ class CudaBackend:
             )
         self.num_multiprocessors = properties["multiProcessorCount"]
         cupy.cuda.Device(device).use()
-        self.device_memory = DeviceMemory(device)
+        self.device_memory = DeviceMemory(device, used_before_bytes, pci_bus_id)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.copy_stream = cupy.cuda.Stream(non_blocking=True)
         self.kernels = KernelLibrary(self.stream, cubin_dir)
@@ -140,12 +143,13 @@ class CudaBackend:
         self.stream.synchronize()
 
     def copy(self, target: Any, source: Any) -> None:
-        if target.nbytes != source.nbytes:
-            raise InternalError(f"cannot copy {source.nbytes} bytes over {target.nbytes}")
+        if target.nbytes != source.nbytes or not (target.flags.c_contiguous and source.flags.c_contiguous):
+            raise InternalError(f"cannot copy {source.nbytes} bytes over {target.nbytes}, or not in one piece")
         target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
 
     def map_host(self, array: NDArray[Any]) -> Any:
-        held = np.array(array)
+        held = page_aligned(array.nbytes).view(array.dtype).reshape(array.shape)
+        held[...] = array
         if not self.device_memory.pin(held, mapped=True):
             raise DeviceError(f"the driver refused to map {held.nbytes} bytes of host memory for the embeddings")
         return self.device_memory.view_of_host(held)
@@ -169,7 +173,7 @@ class CudaBackend:
         self.device_memory.free(slab.raw)
 
     def host_slab(self, layout: SlabLayout) -> NDArray[np.uint8]:
-        host = np.empty(layout.num_bytes, np.uint8)
+        host = page_aligned(layout.num_bytes)
         host.fill(0)
         self.device_memory.pin(host)
         return host
@@ -244,7 +248,8 @@ class CudaBackend:
 
     def link_rate_gb_per_s(self, num_bytes: int = 256 << 20) -> float:
         """Median rate of copies of `num_bytes` from pinned host memory (10^9 bytes a second), scratch freed again."""
-        host = np.zeros(num_bytes, np.uint8)
+        host = page_aligned(num_bytes)
+        host.fill(0)
         pinned = self.device_memory.pin(host)
         device = self.device_memory.array((num_bytes,), np.uint8)
         times_ms = []

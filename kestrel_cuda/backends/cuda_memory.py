@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import cupy
@@ -10,17 +11,26 @@ from cupy.cuda import runtime
 from numpy.typing import DTypeLike, NDArray
 
 from kestrel_cuda.backends.base import MemoryInfo
+from kestrel_cuda.backends.driver_memory import used_bytes
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.sizes import format_size
+
+MAX_CONTEXT_BYTES = 768 << 20
+"""The most of what is in use at start that counts as this process's own, where the driver cannot be asked."""
 
 _REGISTER_MAPPED = 2
 
 
+def page_aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Host bytes that share no page with anything else, so that pinning them never meets a page pinned before."""
+    return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8, num_bytes)
+
+
 class DeviceMemory:
     """Every allocation of one device. CuPy's own pool is not used: what is freed goes back to the driver, and
-    `num_allocations` and `num_frees` count every call, those inside CuPy included."""
+    `num_allocations` counts every call, those inside CuPy included, `num_frees` those made here."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, used_before_bytes: int | None, pci_bus_id: str) -> None:
         self._device = device
         self._live: dict[int, int] = {}
         self._registered: dict[int, NDArray[Any]] = {}
@@ -29,13 +39,23 @@ class DeviceMemory:
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.pinned_bytes = 0
-        free, total = runtime.memGetInfo()
-        self.used_at_start_bytes = total - free
+        self._used_before_bytes, self._pci_bus_id = used_before_bytes, pci_bus_id
+        self.context_bytes = 0
+        self.measure_context()
         cupy.cuda.set_allocator(self._allocate_for_cupy)
 
     def info(self) -> MemoryInfo:
         free, total = runtime.memGetInfo()
-        return MemoryInfo(free, total, self.allocated_bytes, self.peak_bytes, self.used_at_start_bytes)
+        return MemoryInfo(free, total, self.allocated_bytes, self.peak_bytes, self.context_bytes)
+
+    def measure_context(self) -> None:
+        """What the driver has taken for this process beside its allocations; an estimate where it cannot be asked."""
+        used = used_bytes(self._pci_bus_id)
+        free, total = runtime.memGetInfo()
+        if used is None or self._used_before_bytes is None:
+            self.context_bytes = min(total - free - self.allocated_bytes, MAX_CONTEXT_BYTES)
+        else:
+            self.context_bytes = max(0, used - self._used_before_bytes - self.allocated_bytes)
 
     def allocate(self, num_bytes: int) -> Any:
         """A pointer object CuPy arrays can stand on. Raises DeviceError when the device has no room."""

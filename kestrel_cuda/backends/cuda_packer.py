@@ -19,7 +19,7 @@ from kestrel_cuda.quant.packed import Element, SlabEntry, round_up
 if TYPE_CHECKING:
     from kestrel_cuda.backends.cuda import CudaBackend
 
-SCRATCH_BYTES = 64 << 20
+SCRATCH_BYTES = 32 << 20
 MAX_PENDING = 4096
 _TILE = 32
 _KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2}

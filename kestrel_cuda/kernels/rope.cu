@@ -8,7 +8,8 @@ constexpr int kRopeWarps = 8;
 constexpr int kMaxHeadDim = 256;
 
 __device__ inline void store_kv(void* cache, i64 at, float x, int kv_kind) {
-    if (kv_kind == 1) ((u16*)cache)[at] = float_to_half(fminf(fmaxf(x, -65504.0f), 65504.0f));
+    // Saturate what a half cannot hold; a NaN passes, so that it reaches the logits.
+    if (kv_kind == 1) ((u16*)cache)[at] = float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
     else ((float*)cache)[at] = x;
 }
 

@@ -72,16 +72,22 @@ def test_vllm_cuda_stream_takes_nothing_else(variable: str) -> None:
     assert str(raised.value).startswith(f"VLLM_CUDA_STREAM holds {variable!r}; it takes a whole number of layers")
 
 
-@pytest.mark.parametrize("variable", ["", "0", " "])
-def test_vllm_vqf_stream_may_ask_for_nothing(variable: str) -> None:
-    settle(VLLM_VQF_STREAM=variable)
+@pytest.mark.parametrize(("variable", "layers"), [("", 0), ("0", 0), (" ", 0), ("4", 4), (" 12 ", 12)])
+def test_vllm_vqf_stream(variable: str, layers: int) -> None:
+    settings = settle({"strip_cache": "packed"}, VLLM_VQF_STREAM=variable)
+    assert settings[options.HOST_KEEP] == layers
+    assert options.run_config(settings).host_keep == layers
 
 
-@pytest.mark.parametrize("variable", ["1", "4", "-1", "abc", "auto"])
-@pytest.mark.parametrize("command", [options.RUN, options.SELFTEST])
-def test_vllm_vqf_stream_is_refused_by_name(variable: str, command: tuple[Setting[Any], ...]) -> None:
-    with pytest.raises(SettingError, match=r"VLLM_VQF_STREAM holds .* host residency does not exist yet"):
-        options.settle(command, {}, {"VLLM_VQF_STREAM": variable})
+@pytest.mark.parametrize("variable", ["-1", "1.5", "abc", "auto"])
+def test_vllm_vqf_stream_takes_nothing_else(variable: str) -> None:
+    with pytest.raises(SettingError, match=r"VLLM_VQF_STREAM holds .*; it takes a whole number of layers to hold"):
+        settle(VLLM_VQF_STREAM=variable)
+
+
+def test_host_residency_needs_a_strip_cache() -> None:
+    with pytest.raises(SettingError, match=r"--host-keep 2 .* needs --strip-cache DIR"):
+        options.run_config(settle({"host_keep": "2"}))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +173,7 @@ def test_every_option_with_a_value_has_its_variable(setting: Setting[Any], text:
         ("quant", "q5_0"),
         ("quant", "Q8_0"),
         ("kv", "bf16"),
-        ("policy", "both-sides"),
+        ("policy", "sideways"),
         ("vram", "much"),
         ("cache_budget", "half"),
         ("prefill_chunk", "0"),
@@ -279,7 +285,7 @@ def test_the_engine_is_told_what_was_chosen() -> None:
         settle({"model": "/m", "kv": "f32", "keep": "off", "lazy": True, "cache_budget": "seeds", "vram": "1GiB"})
     )
     assert (config.model, config.kv, config.keep, config.lazy) == (Path("/m"), KvDtype.F32, 0, True)
-    assert (config.cache_budget, config.vram_bytes, config.policy) == ("seeds", 1 << 30, "past-only")
+    assert (config.cache_budget, config.vram_bytes, config.policy) == ("seeds", 1 << 30, "pinned")
 
 
 def test_by_default_the_embedded_model_is_used() -> None:

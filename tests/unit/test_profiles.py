@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from kestrel_cli import options
 
+from kestrel_cli import options
 from kestrel_cuda.errors import SettingError
 from kestrel_cuda.profiles import KNOWN_KEYS, load_profile, profiles_folder
 
