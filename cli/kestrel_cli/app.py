@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from kestrel_cli.bench import bench
 from kestrel_cli.failures import ExitCode, failure_of
 from kestrel_cli.flags import Invocation
 from kestrel_cli.output import PROGRAM, Output, StdoutClosed, error_line, prepare_streams
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(selftest)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,5 @@
-"""Standard error for people: progress, load report, per-token table, summary. The only file that imports rich.
+"""Standard error for people: progress, load report, per-token table, summary. Only this file and bench_table.py import
+rich.
 
 Text of the model or of a file is never markup here, and never a control character.
 """
@@ -30,8 +31,7 @@ class Screen:
     """Standard error. Colour and progress only on a terminal that NO_COLOR and TERM=dumb do not rule out."""
 
     def __init__(self, quiet: bool, variables: Mapping[str, str]) -> None:
-        dumb = variables.get("TERM", "") in ("dumb", "unknown")
-        self._fancy = sys.stderr.isatty() and not dumb and not variables.get("NO_COLOR")
+        self._fancy = is_fancy(sys.stderr, variables)
         self._console = Console(
             file=cast(TextIO, LossyStderr()),
             quiet=quiet,
@@ -146,6 +146,12 @@ class Screen:
             label = "" if name == previous else name
             self._console.print(Text(f"{label:12}", style="bold"), Text(escape_controls(fact)))
             previous = name
+
+
+def is_fancy(stream: TextIO, variables: Mapping[str, str]) -> bool:
+    """Whether a stream is a terminal that NO_COLOR and TERM=dumb leave colour to."""
+    dumb = variables.get("TERM", "") in ("dumb", "unknown")
+    return stream.isatty() and not dumb and not variables.get("NO_COLOR")
 
 
 def _by_source(settings: Mapping[str, Mapping[str, object]]) -> list[str]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from kestrel_cli.settings import Settings
 from kestrel_cuda import __version__
 from kestrel_cuda.report import LoadReport, RunReport
+
+if TYPE_CHECKING:
+    from kestrel_cuda.bench import BenchReport
 
 
 def run_result(load: LoadReport, run: RunReport, settings: Settings, warnings: Iterable[str]) -> dict[str, object]:
@@ -33,4 +37,21 @@ def run_result(load: LoadReport, run: RunReport, settings: Settings, warnings: I
         "timing": asdict(run.timing),
         "logits_sha256": run.logits_sha256,
         "warnings": list(warnings),
+    }
+
+
+def bench_result(report: BenchReport, settings: Settings) -> dict[str, object]:
+    """Everything a bench measured, in plain JSON types."""
+    return {
+        "version": __version__,
+        "card": report.card,
+        "backend": report.backend,
+        "prompt_tokens": report.prompt_tokens,
+        "new_tokens": report.new_tokens,
+        "rounds": report.rounds,
+        "link_gb_per_s": report.link_gb_per_s,
+        "device_read_gb_per_s": report.device_read_gb_per_s,
+        "all_equal": report.all_equal,
+        "settings": settings.as_json(),
+        "rows": [asdict(row) for row in report.rows],
     }

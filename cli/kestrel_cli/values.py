@@ -12,6 +12,7 @@ from kestrel_cuda.sizes import parse_size
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
 Word = TypeVar("Word", bound=str)
+Item = TypeVar("Item")
 
 
 def number(text: str) -> int:
@@ -21,11 +22,19 @@ def number(text: str) -> int:
     return int(text)
 
 
-def at_least_one(text: str) -> int:
-    value = number(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+def at_least(least: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `least` on. Raises ValueError for a smaller one."""
+
+    def parse(text: str) -> int:
+        value = number(text)
+        if value < least:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+at_least_one = at_least(1)
 
 
 def one_of(*words: Word) -> Callable[[str], Word]:
@@ -44,6 +53,14 @@ def keep(text: str) -> int | None:
     return 0 if text == "off" else number(text)
 
 
+def fixed_keep(text: str) -> int:
+    """The same without `auto`."""
+    value = keep(text)
+    if value is None:
+        raise ValueError(text)
+    return value
+
+
 def window_variable(text: str) -> int:
     """A window switch as a variable: digits, blanks around them ignored."""
     return number(text.strip())
@@ -56,6 +73,15 @@ def cache_budget(text: str) -> Literal["seeds"] | int:
 def token_ids(text: str) -> tuple[int, ...]:
     """`1,2,3`, blanks around the numbers ignored."""
     return tuple(number(part.strip()) for part in text.split(","))
+
+
+def distinct(parse: Callable[[str], Item]) -> Callable[[str], tuple[Item, ...]]:
+    """A parser of `one,two,three`: each item once, in the order of its first mention."""
+
+    def parse_list(text: str) -> tuple[Item, ...]:
+        return tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+    return parse_list
 
 
 def path(text: str) -> Path:

@@ -1,0 +1,245 @@
+"""Windows measured over one load: what each row counts, that all agree, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kestrel_cuda
+from kestrel_cuda import bench
+from kestrel_cuda.bench import BenchReport, Variant, default_keeps, variants
+from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
+from kestrel_cuda.engine import Engine
+from kestrel_cuda.errors import DeviceError, SettingError
+
+EMBEDDED = Path(kestrel_cuda.__file__).parent / "data" / "tiny-random"
+L = 12
+LAYER_WEIGHTS = 64 * (128 + 64 + 64) + 128 * 64 + 64 * (192 + 192) + 192 * 64
+LAYER_BYTES = {Quant.Q8_0: LAYER_WEIGHTS * 34 // 32, Quant.Q4_0: LAYER_WEIGHTS * 18 // 32}
+ALL_POLICIES, BOTH_EVICTS = list(Policy), list(Evict)
+
+Measure = Callable[..., BenchReport]
+
+
+@pytest.fixture
+def measure(backend_name: str) -> Measure:
+    """A small bench of the embedded model on each backend."""
+
+    def call(
+        keeps: Sequence[int | None] | None,
+        policies: Sequence[Policy] = (Policy.PAST_ONLY,),
+        evicts: Sequence[Evict] = (Evict.POOL,),
+        *,
+        prompt_tokens: int = 5,
+        new_tokens: int = 5,
+        rounds: int = 2,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        **config: Any,
+    ) -> BenchReport:
+        return bench.measure(
+            EngineConfig(EMBEDDED, backend=backend_name, **config),  # type: ignore[arg-type]
+            keeps,
+            policies,
+            evicts,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            on_progress=on_progress,
+        )
+
+    return call
+
+
+class TestRows:
+    """What a row says of its window."""
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
+    def test_every_window_moves_what_its_rule_says(self, measure: Measure, quant: Quant, prefetch: int) -> None:
+        keeps = (0, 10, 4, 1)
+        report = measure(keeps, ALL_POLICIES, BOTH_EVICTS, rounds=1, quant=quant, prefetch=prefetch)
+        windows = itertools.product((10, 4, 1), ALL_POLICIES, BOTH_EVICTS)
+        assert [(row.keep, row.policy, row.evict) for row in report.rows] == [("off", "past-only", "pool"), *windows]
+        assert {(row.quant, row.prefetch) for row in report.rows} == {(quant.value, prefetch)}
+        off, *windowed = report.rows
+        assert (off.weights_resident_end, off.h2d_bytes_per_token, off.h2d_gb_per_s) == (7 * L + 1, 0, 0)
+        assert off.link_share is None
+        for row in windowed:
+            assert isinstance(row.keep, int)
+            uploads = L if row.policy == "both-sides" else L - row.keep
+            assert row.h2d_bytes_per_token == uploads * LAYER_BYTES[quant], row
+            assert row.weights_resident_end == 7 * row.keep + 1, row
+        assert report.all_equal
+        assert len({(row.ids, row.ids_hash, row.logits_sha256) for row in report.rows}) == 1
+        assert len(off.ids) == report.new_tokens
+
+    def test_the_peak_is_the_windows_own(self, measure: Measure) -> None:
+        report = measure((0, 4, 1), ALL_POLICIES)
+        peaks = {(row.keep, row.policy): row.peak_device_bytes for row in report.rows}
+        base = peaks["off", "past-only"] - L * LAYER_BYTES[Quant.Q8_0]
+        layers = {window: (peak - base) / LAYER_BYTES[Quant.Q8_0] for window, peak in peaks.items()}
+        assert layers == {
+            ("off", "past-only"): 12,
+            (4, "past-only"): 10,
+            (4, "pinned"): 7,
+            (4, "both-sides"): 6,
+            (1, "past-only"): 4,
+            (1, "pinned"): 4,
+            (1, "both-sides"): 3,
+        }
+
+    def test_conditions_are_reported(self, measure: Measure, backend_name: str) -> None:
+        report = measure((1,), prompt_tokens=3, new_tokens=7, rounds=3)
+        assert (report.backend, report.prompt_tokens, report.new_tokens, report.rounds) == (backend_name, 3, 7, 3)
+        assert report.num_timed == 3 * 4
+        assert (report.link_gb_per_s is None) is (backend_name == "cpu")
+        (row,) = report.rows
+        assert row.ms_per_token_median > 0
+        assert row.h2d_gb_per_s == pytest.approx(row.h2d_bytes_per_token / row.ms_per_token_median / 1e6)
+        if report.link_gb_per_s is not None:
+            assert row.link_share == pytest.approx(row.h2d_gb_per_s / report.link_gb_per_s)
+
+    def test_progress_ends_at_all_runs(self, measure: Measure) -> None:
+        seen: list[tuple[str, int, int]] = []
+        measure((0, 1), rounds=2, on_progress=lambda *stage: seen.append(stage))
+        assert [stage for stage in seen if stage[0] == "bench"] == [("bench", done, 6) for done in range(1, 7)]
+        assert ("weights", L + 1, L + 1) in seen
+
+
+class TestWindows:
+    """Which windows are measured, and in what order."""
+
+    def test_sizes_of_a_sweep(self) -> None:
+        assert default_keeps(28) == [0, 27, 26, 20, 12, 8, 4, 2, 1]
+        assert default_keeps(36) == [0, 35, 34, 25, 15, 10, 5, 2, 1]
+        assert default_keeps(12) == [0, 11, 10, 8, 5, 3, 2, 1]
+        assert default_keeps(2) == [0, 1]
+        assert default_keeps(1) == [0]
+
+    def test_every_combination_once(self) -> None:
+        policies, evicts = (Policy.PINNED, Policy.PAST_ONLY), (Evict.FREE, Evict.POOL)
+        assert variants(4, [0, 9, 4, 2, 2], policies, evicts, 1) == [
+            # Everything resident has no window, so one of it is enough.
+            Variant(0, Policy.PINNED, Evict.FREE, 1),
+            *(Variant(keep, policy, evict, 1) for keep in (4, 2) for policy in policies for evict in evicts),
+        ]
+
+    def test_a_sweep_takes_the_windows_that_fit(self, measure: Measure, backend_name: str) -> None:
+        if backend_name == "cuda":
+            pytest.skip("the driver's own memory is larger than this model")
+        report = measure(None, (Policy.PAST_ONLY, Policy.PINNED), rounds=1, vram_bytes=600 << 10)
+        assert [(row.keep, row.policy) for row in report.rows] == [
+            (3, "pinned"),
+            *itertools.product((2, 1), ("past-only", "pinned")),
+        ]
+        assert max(row.peak_device_bytes for row in report.rows) <= 600 << 10
+
+    def test_a_sweep_with_room_starts_at_everything(self, measure: Measure) -> None:
+        report = measure(None, rounds=1, new_tokens=4)
+        assert [row.keep or 0 for row in report.rows] == ["off", 11, 10, 8, 5, 3, 2, 1]
+
+    def test_no_keep_is_what_fits(self, measure: Measure) -> None:
+        (row,) = measure((None,), (Policy.PINNED,), rounds=1).rows
+        assert (row.keep, row.policy) == ("off", "pinned")
+
+    def test_more_than_all_layers_is_all_layers(self, measure: Measure) -> None:
+        report = measure((0, 99), rounds=1)
+        assert [row.keep for row in report.rows] == ["off", L]
+        assert report.notes.count("--keep 99 is more than the model's 12 layers: 12 are kept") == 1
+
+    def test_rounds_are_interleaved_and_hash_nothing(self, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+        laid: list[int] = []
+        ran: list[tuple[int, object]] = []
+        lay, generate = Engine.set_window, Engine.generate
+
+        def note_window(engine: Engine, keep: int, *rule: Any) -> None:
+            laid.append(keep)
+            lay(engine, keep, *rule)
+
+        def note_run(engine: Engine, *arguments: Any, **wishes: Any) -> Any:
+            ran.append((laid[-1], wishes["logits"]))
+            return generate(engine, *arguments, **wishes)
+
+        monkeypatch.setattr(Engine, "set_window", note_window)
+        monkeypatch.setattr(Engine, "generate", note_run)
+        measure((4, 1), rounds=2)
+        assert ran == [(4, "hash"), (1, "hash"), *[(4, "none"), (1, "none")] * 2]
+
+
+class TestEquality:
+    """A difference anywhere is a difference."""
+
+    def test_one_bit_of_one_uploaded_layer(self, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+        lay, calls = Engine.set_window, itertools.count(1)
+
+        def damage(engine: Engine, *rule: Any) -> None:
+            lay(engine, *rule)
+            # Both are laid once to see that they fit; the fourth time is the checked run of the second.
+            if next(calls) == 4:
+                engine.flip_host_bit(3)
+
+        monkeypatch.setattr(Engine, "set_window", damage)
+        report = measure((0, 1))
+        assert not report.all_equal
+        assert report.rows[0].logits_sha256 != report.rows[1].logits_sha256
+
+    def test_one_round_of_the_only_window(self, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+        generate, calls = Engine.generate, itertools.count(1)
+
+        def stray(engine: Engine, prompt_ids: Sequence[int], *arguments: Any, **wishes: Any) -> Any:
+            prompt = [7, 8, 9] if next(calls) == 3 else prompt_ids
+            return generate(engine, prompt, *arguments, **wishes)
+
+        undisturbed = measure((1,))
+        monkeypatch.setattr(Engine, "generate", stray)
+        report = measure((1,))
+        assert undisturbed.all_equal
+        assert not report.all_equal
+        assert report.rows[0].ids != undisturbed.rows[0].ids
+        assert report.rows[0].ids_hash != undisturbed.rows[0].ids_hash
+
+
+class TestRefusals:
+    """What cannot be measured is said before anything runs."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def run(*_: Any, **__: Any) -> None:
+            raise AssertionError("measured something")
+
+        monkeypatch.setattr(Engine, "generate", run)
+
+    @pytest.mark.parametrize(
+        ("keeps", "named"), [((1, 5), "keeping 5 of 12"), ((1, 0), "keeping all of 12"), ((5,), "keeping 5 of 12")]
+    )
+    def test_a_window_that_does_not_fit(self, keeps: tuple[int, ...], named: str) -> None:
+        config = EngineConfig(EMBEDDED, backend="cpu", vram_bytes=600 << 10)
+        with pytest.raises(DeviceError, match=f"{named} layers resident needs .*; --keep 2 fits"):
+            bench.measure(config, keeps, ALL_POLICIES, BOTH_EVICTS, prompt_tokens=5, new_tokens=5, rounds=1)
+
+    def test_a_policy_that_does_not_fit(self) -> None:
+        config = EngineConfig(EMBEDDED, backend="cpu", vram_bytes=600 << 10)
+        with pytest.raises(DeviceError, match=r"keeping 3 of 12 layers resident needs .*; --keep 2 fits"):
+            bench.measure(
+                config, (3,), (Policy.PINNED, Policy.PAST_ONLY), (Evict.POOL,), prompt_tokens=5, new_tokens=5, rounds=1
+            )
+
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({"new_tokens": 3}, "new_tokens is 3; it takes a whole number of at least 4"),
+            ({"prompt_tokens": 0}, "prompt_tokens is 0; it takes a whole number of at least 1"),
+            ({"rounds": 0}, "rounds is 0; it takes a whole number of at least 1"),
+            ({"prompt_tokens": 4092}, "4092 prompt tokens and 5 new ones are over the 4096 positions this model has"),
+        ],
+    )
+    def test_sizes_out_of_range(self, sizes: dict[str, int], message: str) -> None:
+        config = EngineConfig(EMBEDDED, backend="cpu")
+        with pytest.raises(SettingError, match=message):
+            bench.measure(
+                config, (1,), ALL_POLICIES, BOTH_EVICTS, **({"prompt_tokens": 5, "new_tokens": 5, "rounds": 1} | sizes)
+            )
