@@ -1,0 +1,95 @@
+"""The text of a bench report: what it says, and in how many columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kestrel_cli.bench_table import bench_text
+from kestrel_cuda.bench import BenchRow
+from tests.cli.bench_reports import FREED, OFF, ONE, PINNED, REPORT
+
+
+def test_a_sweep() -> None:
+    assert bench_text(REPORT, fancy=False) == (
+        "model        /models/Qwen3-VL-2B-Instruct, q8_0\n"
+        "card         NVIDIA H200 (cuda backend)\n"
+        "sizes        prompt 16 tokens, answer 24 tokens, rounds 5\n"
+        "window       policy past-only, evict pool, prefetch 2\n"
+        "ceilings     link 55.1 GB/s, device memory 4490 GB/s\n"
+        "columns      weights resident after a token; peak of device memory;\n"
+        "             ms/token: median ± standard deviation of 105 tokens; link a token\n"
+        "not timed    loading, prefill, a run that hashes logits, 3 first tokens a round\n"
+        "\n"
+        "                peak                link  link  link  logits  first\n"
+        "keep  weights    GiB     ms/token     GB  GB/s     %  sha256  ids\n"
+        "----- -------- ------ ------------ ------ ----- ----- ------- ------------------\n"
+        " off      197  2.701   0.71 ±0.00      0     -     -  c0ffee  151643 9707 11 198\n"
+        "   1        8  0.652  26.31 ±0.04  1.440  54.7  99.3  c0ffee  151643 9707 11 198\n"
+        "\n"
+        "ids and logits of 2 windows: equal to the bit\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "once", "columns"),
+    [
+        ((OFF, ONE), "policy past-only, evict pool, prefetch 2", []),
+        ((OFF, PINNED), "policy pinned, evict pool, prefetch 2", []),
+        ((OFF, ONE, PINNED), "evict pool, prefetch 2", ["policy"]),
+        ((ONE, replace(ONE, evict="free")), "policy past-only, prefetch 2", ["evict"]),
+        ((OFF, ONE, FREED), "prefetch 2", ["policy", "evict"]),
+        ((ONE, replace(ONE, prefetch=0)), "policy past-only, evict pool", ["prefetch"]),
+    ],
+)
+def test_what_varies_is_a_column(rows: tuple[BenchRow, ...], once: str, columns: list[str]) -> None:
+    lines = bench_text(replace(REPORT, rows=rows), fancy=False).splitlines()
+    assert f"window       {once}" in lines
+    (heads,) = (line.split() for line in lines if line.startswith("keep"))
+    assert heads[1 : heads.index("weights")] == columns
+    assert max(map(len, lines)) <= 80
+
+
+def test_without_a_window_there_is_no_policy() -> None:
+    lines = bench_text(replace(REPORT, rows=(OFF, ONE, PINNED)), fancy=False).splitlines()
+    (off,) = (line for line in lines if line.startswith(" off"))
+    assert off.split()[:2] == ["off", "-"]
+
+
+def test_everything_resident_is_no_window() -> None:
+    text = bench_text(replace(REPORT, rows=(OFF,)), fancy=False)
+    assert "window       none, everything resident\n" in text
+    assert "past-only" not in text
+
+
+def test_a_backend_without_a_link() -> None:
+    rows = (OFF, replace(ONE, link_share=None))
+    text = bench_text(
+        replace(REPORT, backend="cpu", link_gb_per_s=None, device_read_gb_per_s=None, rows=rows), fancy=False
+    )
+    assert "ceilings     no link: copies stay in host memory\n" in text
+    assert "%" not in text
+
+
+def test_a_read_rate_that_was_not_measured() -> None:
+    text = bench_text(replace(REPORT, device_read_gb_per_s=None), fancy=False)
+    assert "ceilings     link 55.1 GB/s, read rate not measured under --vram\n" in text
+
+
+def test_one_window_has_rounds_to_compare() -> None:
+    text = bench_text(replace(REPORT, rows=(ONE,)), fancy=False)
+    assert text.endswith("\nids of every round: equal to the bit\n")
+
+
+def test_a_terminal_gets_bold_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = bench_text(REPORT, fancy=True)
+    assert "\x1b[1m" in text
+    assert "─" in text
+
+
+def test_names_are_never_escapes() -> None:
+    text = bench_text(replace(REPORT, rows=(replace(OFF, model="/m/\x1b[31m[b]x\n"),)), fancy=False)
+    assert text.startswith("model        /m/\\x1b[31m[b]x\\n, q8_0\n")
