@@ -59,10 +59,16 @@ SHAPES = [
     (16, 1, 3, F32), (16, 4, 2, F16), (32, 2, 2, F32), (32, 5, 1, F16), (64, 3, 2, F16), (64, 8, 1, F32),
     (128, 1, 2, F16), (128, 2, 2, F32), (128, 4, 1, F32), (128, 8, 1, F16),
 ]  # fmt: skip
-IDS = [f"d{d}-{group}x{kv_heads}-{dtype.__name__}" for d, group, kv_heads, dtype in SHAPES]
+# The most queries a kv head that the kernels take.
+LARGEST = [(16, 16, 2, F16), (64, 16, 1, F16), (128, 16, 1, F16), (128, 16, 1, F32)]
+IDS, LARGEST_IDS = (
+    [f"d{d}-{group}x{kv_heads}-{dtype.__name__}" for d, group, kv_heads, dtype in shapes]
+    for shapes in (SHAPES, LARGEST)
+)
 
-# Both backends read the same cache, so its float16 rounding is no error here.
-MAX_NMSE = 2e-12
+# Both sides read the same cache and, where that is float16, the same rounded queries. What is left there are weights
+# rounded to float16: relative errors of up to 2^-11, whose mean square is below 8e-8.
+MAX_NMSE = {F16: 1e-6, F32: 2e-12}
 MAX_NMSE_BETWEEN_BACKENDS = {F16: 1e-5, F32: 1e-9}
 
 
@@ -86,14 +92,15 @@ def case(head_dim: int, group: int, kv_heads: int, dtype: DTypeLike, length: int
 
 
 def expected_attention(given: Case, first: int, num_rows: int) -> Doubles:
-    """Rows [m, heads * d] of queries first .. first + num_rows - 1, in float64."""
+    """Rows [m, heads * d] of queries first .. first + num_rows - 1, in float64; queries have the cache's precision."""
     heads, num_slots = given.heads, first + num_rows
+    q = given.q_thd[first:num_slots].astype(given.k_hsd.dtype).astype(np.float64)
     group, d = heads.queries_per_kv, heads.head_dim
     out = np.empty((num_rows, heads.num_heads, d))
     visible = np.arange(num_slots) <= np.arange(first, num_slots)[:, None]
     for head in range(heads.num_heads):
         k, v = (cache[head // group, :num_slots].astype(np.float64) for cache in (given.k_hsd, given.v_hsd))
-        scores = given.q_thd[first:num_slots, head].astype(np.float64) @ k.T / np.sqrt(d)
+        scores = q[:, head] @ k.T / np.sqrt(d)
         scores = np.where(visible, scores, -np.inf)
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
         out[:, head] = p @ v / p.sum(axis=-1, keepdims=True)
@@ -103,8 +110,10 @@ def expected_attention(given: Case, first: int, num_rows: int) -> Doubles:
 def reserve(backend: Backend, heads: HeadShape, max_rows: int, ctx: int) -> None:
     """Scratch for these sizes, full of poison: nothing may be read that this run did not write."""
     backend.reserve_attention(heads, max_rows, ctx)
-    for scratch in getattr(backend, "_attention", None) or ():
-        backend.write(scratch, poison(scratch.shape))
+    if backend.name == "cuda":
+        scratch = backend.attention_scratch  # type: ignore[attr-defined]
+        for array in (scratch.max_mhs, scratch.sum_mhs, scratch.out_mhsd, scratch.joined_mk):
+            backend.write(array, poison(array.shape))
 
 
 def cache_with_poison(backend: Backend, given: Case, num_slots: int, ctx: int, beyond: float) -> KvLayer:
@@ -153,7 +162,7 @@ def test_contexts_and_query_counts(
             first = num_slots - m
             actual = read_values(backend, *attend(backend, given, first, m))
             what = f"{m} queries over {num_slots} slots"
-            assert_close(actual, expected_attention(given, first, m), max_nmse=MAX_NMSE, what=what)
+            assert_close(actual, expected_attention(given, first, m), max_nmse=MAX_NMSE[dtype], what=what)
             if backend.name != "cpu":
                 on_cpu = read_values(cpu_backend, *attend(cpu_backend, given, first, m))
                 bound = MAX_NMSE_BETWEEN_BACKENDS[dtype]
@@ -171,16 +180,17 @@ def test_slots_beyond_the_last_do_not_matter(backend: Backend, m: int, ctx: int,
     ]
     for other in results[1:]:
         assert_same_bits(other, results[0], "over another poison")
-    assert_close(results[0], expected_attention(given, num_slots - m, m), max_nmse=MAX_NMSE)
+    assert_close(results[0], expected_attention(given, num_slots - m, m), max_nmse=MAX_NMSE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [F16, F32])
 @pytest.mark.parametrize("m", [1, 8, 9, 100])
-def test_sharp_attention(backend: Backend, m: int) -> None:
+def test_sharp_attention(backend: Backend, m: int, dtype: type[np.floating]) -> None:
     """Scores up to about 60, so that a split's maximum moves and earlier splits nearly vanish."""
-    given = case(128, 4, 2, F32, 900, sharpness=15)
+    given = case(128, 4, 2, dtype, 900, sharpness=15)
     actual = read_values(backend, *attend(backend, given, 900 - m, m))
     # A float32 dot of 680, and so a score of 60, is off by some 1e-5, and so is its exponential.
-    assert_close(actual, expected_attention(given, 900 - m, m), max_nmse=1e-10)
+    assert_close(actual, expected_attention(given, 900 - m, m), max_nmse=MAX_NMSE[F16] if dtype == F16 else 1e-10)
 
 
 @pytest.mark.parametrize("m", [1, 9])
@@ -194,12 +204,14 @@ def test_one_slot_that_takes_everything(backend: Backend, m: int, at: int) -> No
     sees = np.arange(300 - m, 300) >= at
     expected = np.tile(given.v_hsd[0, at].astype(np.float64), (m, 2))
     assert_close(actual[sees], expected[sees], max_nmse=1e-14)
-    assert_close(actual, expected_attention(given, 300 - m, m), max_nmse=MAX_NMSE)
+    # Every weight is 0 or 1, so none is rounded.
+    assert_close(actual, expected_attention(given, 300 - m, m), max_nmse=MAX_NMSE[F32])
 
 
+@pytest.mark.parametrize("dtype", [F16, F32])
 @pytest.mark.parametrize("m", [1, 20])
-def test_equal_scores_give_the_mean(backend: Backend, m: int) -> None:
-    given = case(32, 2, 2, F32, 600)
+def test_equal_scores_give_the_mean(backend: Backend, m: int, dtype: type[np.floating]) -> None:
+    given = case(32, 2, 2, dtype, 600)
     given.k_hsd[:] = 0
     actual = read_values(backend, *attend(backend, given, 600 - m, m))
     mean = given.v_hsd.astype(np.float64).cumsum(axis=1) / np.arange(1, 601)[:, None]
@@ -222,13 +234,12 @@ def test_quantized_is_the_plain_result_quantized(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("length", [1100])
-@pytest.mark.parametrize(
-    ("head_dim", "group", "kv_heads", "dtype"), [*SHAPES, (64, 32, 1, F16)], ids=[*IDS, "d64-32x1-float16"]
-)
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads", "dtype"), [*SHAPES, *LARGEST], ids=[*IDS, *LARGEST_IDS])
 def test_a_query_has_the_same_bits_in_every_chunking(
     cuda_backend: Backend, head_dim: int, group: int, kv_heads: int, dtype: type[np.floating], length: int
 ) -> None:
-    """One query at a time, and prefill in chunks that few-query and many-query kernels take, cut at any position."""
+    """One query at a time, and prefill in chunks that few-query (up to 8) and many-query kernels take, cut at any
+    position."""
     given = case(head_dim, group, kv_heads, dtype, length, sharpness=3)
     heads, width = given.heads, group * kv_heads * head_dim
     reserve(cuda_backend, heads, length, length)
@@ -260,7 +271,7 @@ def _in_chunks(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("head_dim", "queries_per_kv"), [(96, 2), (256, 2), (8, 1), (128, 33)])
+@pytest.mark.parametrize(("head_dim", "queries_per_kv"), [(96, 2), (256, 2), (8, 1), (128, 17)])
 def test_heads_the_kernels_do_not_take_are_refused(cuda_backend: Backend, head_dim: int, queries_per_kv: int) -> None:
     with pytest.raises(DeviceError, match=rf"head_dim of {head_dim} and {queries_per_kv} query heads.*--backend cpu"):
         cuda_backend.check_heads(head_dim, queries_per_kv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from kestrel_cuda.backends.base import Activation, DeviceWeight, HeadShape, KvLayer, SequenceState, Slab, SourceMatrix
+from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.kernels import library
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP, SMALLEST_SCALE
@@ -20,6 +22,12 @@ from kestrel_cuda.weight_keys import LM_HEAD
 
 # What sm_86, sm_89 and sm_120 give one block.
 LEAST_SHARED_BYTES = 99 << 10
+PLAIN_SHARED_BYTES = 48 << 10
+"""What a kernel gets without asking, its static arrays counted in."""
+
+NUM_MULTIPROCESSORS = 4
+GROUPS = ((1, 2), (5, 2), (16, 1))
+"""(queries a kv head, kv heads)"""
 
 INT8, INT4, G256, BF16, F16, F32 = (
     PackedGeometry(Element.INT8, 4096, 70, 32),
@@ -29,6 +37,9 @@ INT8, INT4, G256, BF16, F16, F32 = (
     PackedGeometry(Element.F16, 4096, 70),
     PackedGeometry(Element.F32, 4096, 70),
 )
+# More columns than the hollow GPU takes by narrow blocks; a joint matrix of gates and ups.
+WIDE_INT8, WIDE_INT4 = (PackedGeometry(e, 288, 514, 32) for e in (Element.INT8, Element.INT4))
+GATE_UP_INT8, GATE_UP_INT4 = (PackedGeometry(e, 5120, 192, 32) for e in (Element.INT8, Element.INT4))
 
 
 def expanded(name: str) -> str:
@@ -49,8 +60,45 @@ def constants(name: str) -> dict[str, int]:
 
 def launch_bounds(name: str) -> dict[str, int]:
     """Threads a block of each kernel may have."""
-    pattern = r"__launch_bounds__\(([^,)]+)(?:, 1)?\)\s*(\w+)\("
+    pattern = r"__launch_bounds__\(([^,)]+)(?:, \w+)?\)\s*(\w+)\("
     return {kernel: eval(threads, {}, constants(name)) for threads, kernel in re.findall(pattern, expanded(name))}
+
+
+def struct_bytes(name: str, struct: str, head_dim: int) -> int:
+    """sizeof of a struct of arrays that is a template over the head dim; a union counts as its largest member."""
+    text = library.source(name)
+    known: dict[str, int] = constants(name) | {"kHeadDim": head_dim}
+
+    def value(expression: str) -> int:
+        expression = re.sub(r"\w+<kHeadDim>::", "", expression).replace("/", "//")
+        expression = re.sub(r"([^()?]+) \? ([^():]+) : ([^()]+)", r"\2 if \1 else \3", expression)
+        return int(eval(expression, {"__builtins__": {}}, known))
+
+    bodies = {found[1]: found[2] for found in re.finditer(r"^struct (\w+) \{\n(.*?)^\};", text, re.M | re.S)}
+    for body in (bodies["Shape"], bodies[struct]):
+        for constant, expression in re.findall(r"static constexpr int (\w+) = ([^;]+);", body):
+            known[constant] = value(expression)
+
+    def arrays(body: str) -> list[int]:
+        found = []
+        for item, declared in re.findall(r"^ +(u16|float) ([^;=()]+);", body, re.M):
+            for lengths in re.findall(r"\w+((?:\[[^]]+\])+)", declared):
+                factors = [value(length) for length in re.findall(r"\[([^]]+)\]", lengths)]
+                found.append({"u16": 2, "float": 4}[item] * int(np.prod(factors)))
+        return found
+
+    union = re.search(r"^    union \{\n(.*?)^    \};\n", bodies[struct], re.M | re.S)
+    rest = bodies[struct].replace(union[0], "") if union else bodies[struct]
+    return sum(arrays(rest)) + (max(arrays(union[1])) if union else 0)
+
+
+def static_shared_bytes(kernel: str) -> int:
+    """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
+    if found := re.fullmatch(r"attend_(?:split|row)_f16_(\d+)", kernel):
+        return struct_bytes("attention_half", "FewRows", int(found[1])) + (16 if "row" in kernel else 0)
+    if kernel.startswith("norm_"):
+        return constants("decode")["kNormThreads"] // constants("decode")["kWarp"] * 4
+    return 0
 
 
 ALL_KERNELS = {kernel: name for name in library.kernel_files() for kernel in library.signatures(name)}
@@ -61,20 +109,30 @@ class FakeRawKernel:
     """What a kernel is handed, instead of a launch."""
 
     launches: list[tuple[Any, ...]] = field(default_factory=list)
+    num_early: int = 0
+    shared_size_bytes: int = 0
     max_dynamic_shared_size_bytes: int = 0
 
     def kernel(self, *launch: Any) -> None:
         self.launches.append(launch)
 
 
+class FakeKernel(library.Kernel):
+    """A kernel whose early launches are counted and otherwise like any other."""
+
+    def __call__(self, *shape: tuple[int, ...], dependent: bool = False, **options: Any) -> None:
+        self._raw_kernel.num_early += dependent
+        super().__call__(*shape, **options)
+
+
 class FakeLibrary(dict[str, library.Kernel]):
     """Kernels by name, as the sources declare them; a name that no source declares is a KeyError."""
 
     def __init__(self) -> None:
-        self.raw = {kernel: FakeRawKernel() for kernel in ALL_KERNELS}
+        self.raw = {kernel: FakeRawKernel(shared_size_bytes=static_shared_bytes(kernel)) for kernel in ALL_KERNELS}
         stream = object()
         super().__init__(
-            (kernel, library.Kernel(library.signatures(name)[kernel], self.raw[kernel], stream))
+            (kernel, FakeKernel(library.signatures(name)[kernel], self.raw[kernel], stream))
             for kernel, name in ALL_KERNELS.items()
         )
 
@@ -187,7 +245,9 @@ class TestParsing:
     def test_kernels_written_by_macro_are_read(self) -> None:
         sizes = [f"{cache}_{d}" for cache in ("f16", "f32") for d in (16, 32, 64, 128)]
         assert {f"attend_{kind}_{size}" for kind in ("split", "tiled") for size in sizes} <= ALL_KERNELS.keys()
-        half, wide = (library.signatures("attention")[f"attend_split_{size}"] for size in ("f16_64", "f32_64"))
+        assert {f"attend_row_f16_{d}" for d in (16, 32, 64, 128)} <= ALL_KERNELS.keys()
+        half = library.signatures("attention_half")["attend_split_f16_64"]
+        wide = library.signatures("attention")["attend_split_f32_64"]
         assert [p.c_type for p in half.parameters if p.name == "k_hsd"] == ["u16"]
         assert [p.c_type for p in wide.parameters if p.name == "k_hsd"] == ["float"]
 
@@ -215,18 +275,30 @@ class TestSizes:
     @pytest.mark.parametrize(
         ("ours", "name", "theirs"),
         [
-            ("SPLIT_SLOTS", "attention", "kSplit"),
-            ("TILED_ROWS", "attention", "kRows"),
-            ("TILE_M", "gemm", "kTileM"),
-            ("TILE_N", "gemm", "kTileN"),
-            ("PIECE_INPUTS", "gemm", "kPiece"),
-            ("PIECE_INPUTS", "gemv", "kPiece"),
-            ("MAX_WARPS", "gemv", "kMaxWarps"),
-            ("FLOAT_ROWS", "gemv", "kFloatRows"),
+            ("cuda_attention.SPLIT_SLOTS", "attention", "kSplit"),
+            ("cuda_attention.SPLIT_SLOTS", "attention_half", "kSplit"),
+            ("cuda_attention.SUBTILE_SLOTS", "attention", "kSubtile"),
+            ("cuda_attention.FLOAT_TILE_ROWS", "attention", "kRows"),
+            ("cuda_attention.HALF_TILE_ROWS", "attention_half", "kTileRows"),
+            ("cuda_attention.MAX_QUERIES_PER_KV", "attention_half", "kMmaRows"),
+            ("cuda_decode.COLUMNS", "decode", "kColumns"),
+            ("cuda_decode.PIECE_INPUTS", "decode", "kPiece"),
+            ("cuda_decode.NORM_THREADS", "decode", "kDecodeThreads"),
+            ("cuda_decode.NORM_THREADS", "norm", "kNormThreads"),
+            ("cuda.TILE_M", "gemm", "kTileM"),
+            ("cuda.TILE_N", "gemm", "kTileN"),
+            ("cuda.TILE_STAGES", "gemm", "kStages"),
+            ("cuda.PIECE_INPUTS", "gemm", "kPiece"),
+            ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
+            ("cuda.MAX_WARPS", "gemv", "kMaxWarps"),
+            ("cuda.FLOAT_ROWS", "gemv", "kFloatRows"),
         ],
     )
-    def test_the_backends_are_the_kernels(self, cuda: Any, ours: str, name: str, theirs: str) -> None:
-        assert getattr(cuda, ours) == constants(name)[theirs]
+    @pytest.mark.usefixtures("cuda")
+    def test_the_backends_are_the_kernels(self, ours: str, name: str, theirs: str) -> None:
+        module, constant = ours.split(".")
+        backend = importlib.import_module(f"kestrel_cuda.backends.{module}")
+        assert getattr(backend, constant) == constants(name)[theirs]
 
     def test_groups_and_the_smallest_scale(self) -> None:
         assert constants("quantize")["kGroup"] == ACTIVATION_GROUP
@@ -234,11 +306,24 @@ class TestSizes:
         assert smallest
         assert np.float32(smallest[1]) == SMALLEST_SCALE
 
-    def test_head_dims(self, cuda: Any) -> None:
-        compiled = {int(kernel.rsplit("_", 1)[1]) for kernel in ALL_KERNELS if kernel.startswith("attend_split_")}
-        assert compiled == set(cuda.HEAD_DIMS)
-        assert max(cuda.HEAD_DIMS) <= constants("rope")["kMaxHeadDim"]
-        assert constants("attention")["kRows"] >= cuda.MAX_QUERIES_PER_KV
+    @pytest.mark.usefixtures("cuda")
+    def test_head_dims(self) -> None:
+        from kestrel_cuda.backends import cuda_attention as attention
+
+        for kind in ("attend_split_f16", "attend_split_f32", "attend_tiled_f16", "attend_tiled_f32", "attend_row_f16"):
+            compiled = {int(kernel.rsplit("_", 1)[1]) for kernel in ALL_KERNELS if kernel.startswith(f"{kind}_")}
+            assert compiled == set(attention.HEAD_DIMS), kind
+        assert max(attention.HEAD_DIMS) <= constants("rope")["kMaxHeadDim"]
+        assert min(attention.FLOAT_TILE_ROWS, attention.HALF_TILE_ROWS) >= attention.MAX_QUERIES_PER_KV
+
+    @pytest.mark.usefixtures("cuda")
+    def test_warps_and_sets_of_the_one_row_linears(self) -> None:
+        from kestrel_cuda.backends import cuda_decode as decode
+
+        assert constants("decode")["kDecodeThreads"] >= 32 * decode.MOST_WARPS
+        wide = re.search(r"linear_wide_##SUFFIX.*?linear_row<WEIGHTS, (\d+)>", library.source("decode"), re.S)
+        assert wide
+        assert int(wide[1]) == decode.WIDE_SETS
 
     def test_row_counts_of_the_few_row_linears(self, cuda: Any) -> None:
         counts = [int(found[1]) for kernel in ALL_KERNELS if (found := re.fullmatch(r"linear_rows(\d+)_int8", kernel))]
@@ -256,7 +341,7 @@ def hollow_backend(cuda: Any, kernels: FakeLibrary) -> Any:
     class HollowBackend(cuda.CudaBackend):  # type: ignore[misc]
         def __init__(self) -> None:
             self.kernels = kernels
-            self.num_multiprocessors = 4
+            self.num_multiprocessors = NUM_MULTIPROCESSORS
             self.device_memory = SimpleNamespace(array=np.zeros, free=lambda array: None)
             self._best, self._best_id = np.zeros(256, np.float32), np.zeros(256, np.int32)
 
@@ -288,11 +373,29 @@ def run_linears(backend: Any) -> None:
             x: Activation = backend.activation(m, geometry.num_inputs, geometry.element.is_grouped)
             for column in (0, 4):
                 backend.linear(x, weight(geometry), np.zeros((m, 80), np.float32), m, column=column, add=column > 0)
+    for geometry in (WIDE_INT8, WIDE_INT4):
+        x = backend.activation(1, geometry.num_inputs, True)
+        for add in (False, True):
+            backend.linear(x, weight(geometry), np.zeros((1, 520), np.float32), 1, add=add)
+
+
+def run_stretches(backend: Any) -> None:
+    """Up to the attention, and after it: one row, several rows, and weights that no stretch has a kernel for."""
+    for geometry in (INT8, INT4, G256, BF16, WIDE_INT8, GATE_UP_INT8, GATE_UP_INT4):
+        k, n, quantized = geometry.num_inputs, geometry.num_outputs, geometry.element.is_grouped
+        norm, matrix = np.zeros(k, np.float32), weight(geometry)
+        for m in (1, 5):
+            h, out_mn = np.zeros((m, k), np.float32), np.zeros((m, 2 * geometry.n_padded), np.float32)
+            scratch = backend.activation(m, k, quantized)
+            for parts in ([(matrix, 0)], [(matrix, 0), (matrix, geometry.n_padded)]):
+                backend.norm_linear(h, norm, 1e-6, scratch, parts, out_mn, m)
+            y = backend.activation(m, n // 2, quantized)
+            backend.norm_gate_up(h, norm, 1e-6, scratch, [(matrix, 0)], out_mn, n // 2, y, m)
 
 
 def run_attention(backend: Any, head_dims: tuple[int, ...]) -> None:
     for head_dim in head_dims:
-        for group, kv_heads in ((1, 2), (5, 2), (32, 1)):
+        for group, kv_heads in GROUPS:
             num_heads, ctx = group * kv_heads, 700
             heads = HeadShape(num_heads, kv_heads, head_dim, num_heads * head_dim, (num_heads + kv_heads) * head_dim, 1)
             norm = np.zeros(head_dim, np.float32)
@@ -303,10 +406,12 @@ def run_attention(backend: Any, head_dims: tuple[int, ...]) -> None:
             for dtype in (np.float16, np.float32):
                 kv = KvLayer(*(np.zeros((kv_heads, ctx, head_dim), dtype) for _ in range(2)))
                 for m in (1, 8, 9, 40):
-                    backend.rope_store(qkv, norm, norm, heads, state(ctx, head_dim), kv, q, m)
                     for quantized in (False, True):
                         out = backend.activation(40, num_heads * head_dim, quantized)
-                        backend.attend(q, kv, heads, state(ctx, head_dim), out, m, 600)
+                        backend.rope_attend(qkv, norm, norm, heads, state(ctx, head_dim), kv, q, out, m, 600)
+                        ComposedSteps.rope_attend(
+                            backend, qkv, norm, norm, heads, state(ctx, head_dim), kv, q, out, m, 600
+                        )
 
 
 def run_the_rest(backend: Any) -> None:
@@ -342,40 +447,86 @@ def run_packer(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             packer.pack(Slab(layout, raw, {LM_HEAD.projection: device}), layout.entries[0], [source])
 
 
-def test_every_launch_fits_its_kernel(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments by name and type, threads within the bounds, shared memory that every card has; no kernel unused."""
-    monkeypatch.setattr(cuda, "runtime", SimpleNamespace(memGetInfo=lambda: (1 << 40, 1 << 40)))
+@pytest.fixture(scope="module")
+def launched(cuda: Any) -> FakeLibrary:
+    """Every step of the backend, over shapes that reach every kernel."""
+    from kestrel_cuda.backends import cuda_attention, cuda_device
+
     kernels = FakeLibrary()
     backend = hollow_backend(cuda, kernels)
-    run_linears(backend)
-    run_attention(backend, cuda.HEAD_DIMS)
-    run_the_rest(backend)
-    run_packer(backend, monkeypatch)
-    backend.read_rate_gb_per_s(1 << 20)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cuda_device, "runtime", SimpleNamespace(memGetInfo=lambda: (1 << 40, 1 << 40)))
+        run_linears(backend)
+        run_stretches(backend)
+        run_attention(backend, cuda_attention.HEAD_DIMS)
+        run_the_rest(backend)
+        run_packer(backend, monkeypatch)
+        backend.read_rate_gb_per_s(1 << 20)
+    return kernels
 
+
+def test_every_launch_fits_its_kernel(launched: FakeLibrary) -> None:
+    """Arguments by name and type, threads within the bounds; no kernel unused."""
     bounds = {kernel: threads for name in library.kernel_files() for kernel, threads in launch_bounds(name).items()}
     assert bounds.keys() == ALL_KERNELS.keys() - {"advance_position"}
-    launched = set()
-    for kernel, grid, block, shared_bytes in kernels.launches:
-        launched.add(kernel)
+    names = set()
+    for kernel, grid, block, _ in launched.launches:
+        names.add(kernel)
         threads = int(np.prod(block))
         assert all(size >= 1 for size in (*grid, *block)), kernel
         assert threads % 32 == 0 or kernel == "advance_position", kernel
         # The linears take a warp a piece of K; every other kernel is written for one block size.
         most = bounds.get(kernel, 1)
-        assert threads <= most if kernel.startswith(("linear_rows", "linear_float")) else threads == most, kernel
-        assert shared_bytes <= LEAST_SHARED_BYTES, f"{kernel} asks for {shared_bytes} bytes of shared memory"
-    assert launched == ALL_KERNELS.keys(), "kernels that no step launches"
+        assert threads <= most if kernel.startswith("linear_") else threads == most, kernel
+    assert names == ALL_KERNELS.keys(), "kernels that no step launches"
 
 
-def test_shared_memory_is_what_the_kernels_lay_out(cuda: Any) -> None:
+def test_the_linears_have_a_thread_for_every_column(launched: FakeLibrary) -> None:
+    """Which `linear_row` and `linear_wide` add the pieces of at the end, in one go."""
+    from kestrel_cuda.backends import cuda_decode as decode
+
+    for kernel, grid, block, _ in launched.launches:
+        if kernel.startswith(("linear_row_", "linear_wide_")):
+            sets = decode.WIDE_SETS if "wide" in kernel else 1
+            assert block[0] >= sets * decode.COLUMNS, kernel
+            assert (grid[0] - 1) * sets * decode.COLUMNS < WIDE_INT8.n_padded, kernel
+
+
+def test_shared_memory_is_there_on_every_card(launched: FakeLibrary) -> None:
+    """Static and dynamic together; what no kernel gets by itself was asked for before."""
+    lacking = {}
+    for kernel, _, _, dynamic_bytes in launched.launches:
+        raw = launched.raw[kernel]
+        total = raw.shared_size_bytes + dynamic_bytes
+        assert total <= LEAST_SHARED_BYTES, f"{kernel} asks for {total} bytes of shared memory"
+        if total > PLAIN_SHARED_BYTES and raw.max_dynamic_shared_size_bytes < dynamic_bytes:
+            lacking[kernel] = f"{raw.shared_size_bytes} static and {dynamic_bytes} dynamic bytes"
+    assert not lacking, "over 48 KiB without asking for it"
+
+
+def test_kernels_that_start_early_wait(launched: FakeLibrary) -> None:
+    """Whatever is launched before its predecessor is done waits for it, and lets its own successor start."""
+    waiting = set()
+    for name in library.kernel_files():
+        text = expanded(name)
+        bodies = dict(re.findall(r"inline void (\w+)\(.*?\) \{\n(.*?)^\}", text, re.M | re.S))
+        for kernel, body in re.findall(r"\b(\w+)\([^()]*\)\s*\{\s*(.*?)^ *\}", text, re.M | re.S):
+            if kernel in ALL_KERNELS and (called := re.search(r"(\w+)<[^>]*>\([^;]*\);\s*$", body)):
+                code = bodies.get(called[1], "")
+                if "wait_for_previous();" in code:
+                    assert code.count("launch_dependents();") == 1, kernel
+                    assert code.index("launch_dependents();") < code.index("wait_for_previous();"), kernel
+                    waiting.add(kernel)
+    assert {kernel for kernel, raw in launched.raw.items() if raw.num_early} == waiting
+    assert all(raw.num_early in (0, len(raw.launches)) for raw in launched.raw.values())
+
+
+def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> None:
     """Computed anew from the sources' constants, layout by layout."""
-    kernels = FakeLibrary()
-    backend = hollow_backend(cuda, kernels)
-    run_linears(backend)
-    run_attention(backend, cuda.HEAD_DIMS)
+    from kestrel_cuda.backends.cuda_attention import HEAD_DIMS
+
     asked: dict[str, set[int]] = {}
-    for kernel, _, _, shared_bytes in kernels.launches:
+    for kernel, _, _, shared_bytes in launched.launches:
         asked.setdefault(kernel, set()).add(shared_bytes)
 
     c = constants("gemm")
@@ -383,16 +534,40 @@ def test_shared_memory_is_what_the_kernels_lay_out(cuda: Any) -> None:
         x = c["kTileM"] * c["kRowWords"] * 4
         w = c["kGroupsPerPiece"] * words * c["kColumnWords"] * 4
         scales = c["kGroupsPerPiece"] * (c["kTileN"] * 2 + c["kTileM"] * 4)
-        assert asked[f"linear_tiles_{element}"] == {2 * (x + w + scales)}
+        assert asked[f"linear_tiles_{element}"] == {c["kStages"] * (x + w + scales)}
+
+    c = constants("decode")
+    for element, wide in (("int8", WIDE_INT8), ("int4", WIDE_INT4)):
+
+        def sums(k: int, num_sets: int) -> int:
+            return num_sets * -(-k // c["kPiece"]) * c["kColumns"] * 4
+
+        def own_activation(k: int) -> int:
+            # Codes, their scales, the norm's weight and the row.
+            return k + k // c["kGroup"] * 4 + 2 * k * 4
+
+        few, many = 4096, 5120
+        assert asked[f"linear_wide_{element}"] == {sums(wide.num_inputs, 4)}
+        assert asked[f"norm_linear_{element}"] == {sums(k, 1) + own_activation(k) for k in (few, many)}
+        # Only joint matrices of whole groups have a kernel.
+        assert asked[f"norm_gate_up_{element}"] >= {sums(many, 4) + own_activation(many)}
+        assert asked[f"linear_row_{element}"] >= {sums(few, 1)}
 
     c = constants("attention")
-    for cache, item in (("f16", 2), ("f32", 4)):
-        for d in cuda.HEAD_DIMS:
-            # Queries and scores of a kv head's queries, and the partial sums of as many heads as fit the block.
-            at_once = c["kAttentionThreads"] // (d // 2 * c["kSubtiles"])
-            partial = at_once * c["kSubtiles"] * d
-            split = {4 * (group * (d + c["kSplit"]) + partial) for group in (1, 5, 32)}
-            assert asked[f"attend_split_{cache}_{d}"] == split
-            floats = c["kRows"] * (d + 4 + c["kScoreStride"] + 4)
-            tile = c["kSubtile"] * (d + 16 // item) * item
-            assert asked[f"attend_tiled_{cache}_{d}"] == {4 * floats + tile}
+    for d in HEAD_DIMS:
+        # Queries and scores of a kv head's queries, and the partial sums of as many heads as fit the block.
+        at_once = c["kAttentionThreads"] // (d // 2 * c["kSubtiles"])
+        partial = at_once * c["kSubtiles"] * d
+        assert asked[f"attend_split_f32_{d}"] == {4 * (group * (d + c["kSplit"]) + partial) for group, _ in GROUPS}
+        floats = c["kRows"] * (d + 4 + c["kScoreStride"] + 4) + c["kSubtile"] * (d + 4)
+        assert asked[f"attend_tiled_f32_{d}"] == {4 * floats}
+
+    c = constants("attention_half")
+    for d in HEAD_DIMS:
+        # The weighted values of each subtile for a kv head's queries.
+        parts = {group: 4 * c["kSubtiles"] * group * d for group, _ in GROUPS}
+        assert asked[f"attend_split_f16_{d}"] == set(parts.values())
+        # Other groups share an activation scale between kv heads.
+        whole = {size for group, size in parts.items() if group * d % ACTIVATION_GROUP == 0}
+        assert asked[f"attend_row_f16_{d}"] == whole
+        assert asked[f"attend_tiled_f16_{d}"] == {struct_bytes("attention_half", "ManyRows", d)}
