@@ -208,7 +208,7 @@ class _Planner:
     def work_bytes(self, chunk: int) -> int:
         text = self.text
         splits = min(chunk, 8) * text.num_heads * -(-self.ctx // 256) * (text.head_dim + 2) * 4
-        attention = splits + chunk * text.q_size * 4
+        attention = splits + chunk * text.q_size * 4 + 4 * text.num_kv_heads
         return workspace_bytes(text, self.weights, chunk, self.config.quant is not Quant.NONE) + attention
 
     def _nothing_fits(self) -> str:

@@ -20,7 +20,7 @@ from kestrel_cuda.backends.cuda import CudaBackend
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
 
-STEPS = ("embed", "norm", "linear", "rope_store", "attend", "silu_mul", "choose")
+STEPS = ("embed", "norm_linear", "rope_attend", "linear", "norm_gate_up", "norm", "choose")
 REPEATS = 30
 
 

@@ -250,6 +250,46 @@ class Backend(Protocol):
     def silu_mul(self, gate_up_mn: Array, up_column: int, out: Activation, num_rows: int) -> None:
         """silu(gate) * up, into whatever form `out` has."""
 
+    # stretches of steps: backends/composed.py has them as sequences
+
+    def norm_linear(
+        self,
+        h_mk: Array,
+        weight_k: Array,
+        eps: float,
+        scratch: Activation,
+        parts: Sequence[tuple[DeviceWeight, int]],
+        out_mn: Array,
+        num_rows: int,
+    ) -> None: ...
+
+    def norm_gate_up(
+        self,
+        h_mk: Array,
+        weight_k: Array,
+        eps: float,
+        scratch: Activation,
+        parts: Sequence[tuple[DeviceWeight, int]],
+        gate_up_mn: Array,
+        up_column: int,
+        out: Activation,
+        num_rows: int,
+    ) -> None: ...
+
+    def rope_attend(
+        self,
+        qkv_mn: Array,
+        q_norm_d: Array,
+        k_norm_d: Array,
+        heads: HeadShape,
+        state: SequenceState,
+        kv: KvLayer,
+        q_mhd: Array,
+        out: Activation,
+        num_rows: int,
+        num_slots: int,
+    ) -> None: ...
+
     def choose(self, logits_v: Array, num_ids: int, state: SequenceState, num_rows: int) -> None:
         """The best of the first `num_ids` logits, lowest id first among equals, goes to the state (-1 in `chosen` when
         none is a number); the position moves on by `num_rows`."""

@@ -26,6 +26,7 @@ from kestrel_cuda.backends.base import (
     SourceMatrix,
     new_activation,
 )
+from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.quant.grouped import (
     ACTIVATION_GROUP,
@@ -95,7 +96,7 @@ class CpuPacker:
         pass
 
 
-class CpuBackend:
+class CpuBackend(ComposedSteps):
     """Plain NumPy on the host."""
 
     name = "cpu"
@@ -282,7 +283,10 @@ class CpuBackend:
         num_slots: int,
     ) -> None:
         d = heads.head_dim
-        q = q_mhd[:num_rows].reshape(num_rows, heads.num_kv_heads, heads.queries_per_kv, d).transpose(1, 2, 0, 3)
+        # A float16 cache is multiplied in float16 with float32 sums: queries and weights are rounded too.
+        rounded = kv.k_hsd.dtype
+        q = q_mhd[:num_rows].astype(rounded).astype(np.float32)
+        q = q.reshape(num_rows, heads.num_kv_heads, heads.queries_per_kv, d).transpose(1, 2, 0, 3)
         k = kv.k_hsd[:, None, :num_slots].astype(np.float32)
         v = kv.v_hsd[:, None, :num_slots].astype(np.float32)
         result = np.empty((num_rows, heads.num_kv_heads, heads.queries_per_kv, d), np.float32)
@@ -292,7 +296,7 @@ class CpuBackend:
             scores = q[:, :, rows] @ k.swapaxes(-1, -2) * np.float32(d**-0.5)
             last_slot = num_slots - num_rows + np.arange(rows.start, rows.stop)
             scores = np.where(np.arange(num_slots) <= last_slot[:, None], scores, np.float32(-np.inf))
-            p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            p = np.exp(scores - scores.max(axis=-1, keepdims=True)).astype(rounded).astype(np.float32)
             result[rows] = (p @ v / p.sum(axis=-1, keepdims=True)).transpose(2, 0, 1, 3)
         self._fill(out, result.reshape(num_rows, -1))
 

@@ -17,7 +17,7 @@ from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.quant.packed import Element, SlabEntry, round_up
 
 if TYPE_CHECKING:
-    from kestrel_cuda.backends.cuda import CudaBackend
+    from kestrel_cuda.backends.cuda_device import CudaDevice
 
 SCRATCH_BYTES = 32 << 20
 MAX_PENDING = 4096
@@ -28,7 +28,7 @@ _KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.float32):
 class CudaPacker:
     """Device scratch for one load; see `Packer`."""
 
-    def __init__(self, backend: CudaBackend) -> None:
+    def __init__(self, backend: CudaDevice) -> None:
         self._backend = backend
         self._source = backend.device_memory.array((SCRATCH_BYTES,), np.uint8)
         self._codes = backend.device_memory.array((SCRATCH_BYTES,), np.uint8)

@@ -1,28 +1,16 @@
-// Causal grouped-query attention over the key-value cache, for any number of queries, in memory linear in length.
+// Causal grouped-query attention over a float32 key-value cache, in float32 throughout, for any number of queries, in
+// memory linear in length. attention_half.cu is its counterpart for float16 caches.
 //
 // The sums are fixed by cache position alone. The cache is cut into splits of 256 slots; inside a split, for one query
 // and head: scores q.k by fma over the head's channels in ascending order, times the scale; the split's maximum; the
 // sum of exponentials in a fixed tree; the weighted values by fma over slots in ascending order inside subtiles of 64,
 // subtiles added in ascending order. Splits are merged in ascending order. Both kernels below do exactly this, so a
-// query's result does not depend on how many queries came with it.
+// query's result does not depend on how many queries came with it. Scores are in units of log2, so exponentials are
+// powers of two.
 
 #include "common.cuh"
 
-constexpr int kSplit = 256;
-constexpr int kSubtile = 64;
-constexpr int kSubtiles = kSplit / kSubtile;
-constexpr int kAttentionThreads = 256;
-constexpr int kAttentionWarps = kAttentionThreads / kWarp;
-
-__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
-
-__device__ inline float4 load4(const u16* p) {
-    const uint2 raw = *(const uint2*)p;
-    return make_float4(half_to_float((u16)(raw.x & 0xffffu)), half_to_float((u16)(raw.x >> 16)),
-                       half_to_float((u16)(raw.y & 0xffffu)), half_to_float((u16)(raw.y >> 16)));
-}
 __device__ inline float4 load4(const float* p) { return *(const float4*)p; }
-__device__ inline float load1(const u16* p) { return half_to_float(*p); }
 __device__ inline float load1(const float* p) { return *p; }
 
 __device__ inline float fma4(float4 a, float4 b, float acc) {
@@ -38,27 +26,16 @@ __device__ inline void split_softmax(float* scores_s, float& row_max, float& row
     row_max = warp_max(largest);
     float sum = 0.0f;
     for (int s = lane; s < kSplit; s += kWarp) {
-        const float p = scores_s[s] == minus_infinity() ? 0.0f : expf(sub_rn(scores_s[s], row_max));
+        const float p = scores_s[s] == minus_infinity() ? 0.0f : exp2_fast(sub_rn(scores_s[s], row_max));
         scores_s[s] = p;
         sum = add_rn(sum, p);
     }
     row_sum = warp_sum(sum);
 }
 
-// How a running result and a split's result are weighted when merged: both relative to the larger maximum.
-__device__ inline void merge_weights(float running_max, float split_max, float& keep, float& take, float& merged_max) {
-    merged_max = fmaxf(running_max, split_max);
-    keep = running_max == minus_infinity() ? 0.0f : expf(sub_rn(running_max, merged_max));
-    take = split_max == minus_infinity() ? 0.0f : expf(sub_rn(split_max, merged_max));
-}
-
-__device__ inline float merge(float running, float keep, float split, float take) {
-    return add_rn(mul_rn(running, keep), mul_rn(split, take));
-}
-
 // Few queries: one block a (split, kv head, query) writes that split's maximum, sum and weighted values.
 // q_mhd [m][heads][d]; k_hsd, v_hsd [kv_heads][ctx][d]; max_mhs, sum_mhs [m][heads][splits]; out_mhsd [..][splits][d].
-// Grid: (splits, kv_heads, m). Dynamic shared memory: queries_per_kv * (d + 256) floats + 4 * 256 / d rows, see library.
+// Grid: (splits, kv_heads, m). Dynamic shared memory: queries_per_kv * (d + 256) + 512 floats.
 template <typename Cache, int kHeadDim>
 __device__ inline void attend_split(const float* q_mhd, const Cache* k_hsd, const Cache* v_hsd, const int* position,
                                     float* max_mhs, float* sum_mhs, float* out_mhsd, int queries_per_kv, int ctx,
@@ -315,15 +292,10 @@ __device__ inline void attend_tiled(const float* q_mhd, const Cache* k_hsd, cons
         attend_tiled<CACHE, HEAD_DIM>(q_mhd, k_hsd, v_hsd, position, out_mhd, queries_per_kv, m, ctx, scale);        \
     }
 
-ATTEND(f16_16, u16, 16)
-ATTEND(f16_32, u16, 32)
-ATTEND(f16_64, u16, 64)
-ATTEND(f16_128, u16, 128)
 ATTEND(f32_16, float, 16)
 ATTEND(f32_32, float, 32)
 ATTEND(f32_64, float, 64)
 ATTEND(f32_128, float, 128)
-
 // Merge the splits of attend_split in ascending order: out_mhd [m][heads][d].
 // Grid: (ceil(heads * d / 256), m); one channel a thread.
 extern "C" __global__ void __launch_bounds__(256)

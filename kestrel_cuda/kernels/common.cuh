@@ -14,6 +14,7 @@ constexpr int kWarp = 32;
 constexpr int kGroup = 32;             // inputs per activation scale, and per exact integer dot product
 constexpr int kPiece = 128;            // inputs per partial sum of a linear; pieces are added in ascending order
 constexpr int kGroupsPerPiece = kPiece / kGroup;
+constexpr int kNormThreads = 512;      // threads that share the sum of squares of a row
 constexpr float kSmallestScale = 1.17549435e-38f;
 constexpr u32 kInfinityBits = 0x7f800000u;
 
@@ -50,6 +51,35 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
+struct Int8Weights {
+    static constexpr int kWordsPerGroup = 8;
+    // Exact dot of one group; w are the group's words of a column, x the row's eight code words.
+    __device__ static int dot(const u32* w, const u32* x) {
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum = __dp4a((int)w[i], (int)x[i], sum);
+        return sum;
+    }
+};
+
+struct Int4Weights {
+    static constexpr int kWordsPerGroup = 4;
+    // A nibble moved to the top of its byte is sixteen times its code, so the sum is an exact multiple of 16.
+    __device__ static int dot(const u32* w, const u32* x) {
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum = __dp4a((int)((w[i] << 4) & 0xf0f0f0f0u), (int)x[2 * i], sum);
+            sum = __dp4a((int)(w[i] & 0xf0f0f0f0u), (int)x[2 * i + 1], sum);
+        }
+        return sum >> 4;
+    }
+};
+
+__device__ inline float silu_mul(float gate, float up) {
+    return mul_rn(div_rn(gate, add_rn(1.0f, expf(-gate))), up);
+}
+
 // Sum over a block of kWarps warps in a fixed tree; every thread gets it. `scratch` holds kWarps floats.
 template <int kWarps>
 __device__ inline float block_sum(float x, float* scratch) {
@@ -63,6 +93,21 @@ __device__ inline float block_sum(float x, float* scratch) {
     return total;
 }
 
+// Programmatic dependent launch: let the next kernel of a chain start its prologue, and wait until every kernel before
+// this one is done and its writes are seen. Before the wait a kernel may read only what no kernel of the chain writes.
+// Both are nothing where the architecture has no such launch, or where a kernel was launched plainly.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Quantize the 32 values of one activation group, one a lane: s = amax / 127, code = rint(x * (1 / s)).
 // A NaN or an infinity ends up in the scale, so it reaches the logits instead of becoming a plausible code.
 __device__ inline void quantize_group(float x, i8* codes, float* scale) {
@@ -73,4 +118,30 @@ __device__ inline void quantize_group(float x, i8* codes, float* scale) {
     if (s != 0.0f) code = max(-127, min(127, __float2int_rn(mul_rn(x, div_rn(1.0f, s)))));
     codes[threadIdx.x % kWarp] = (i8)code;
     if (threadIdx.x % kWarp == 0) *scale = s;
+}
+
+// Attention: the cut of the cache that fixes every sum by cache position, and how parts are merged.
+constexpr int kSplit = 256;            // slots whose scores share a maximum
+constexpr int kSubtile = 64;           // slots whose weighted values are one chain of sums
+constexpr int kSubtiles = kSplit / kSubtile;
+constexpr int kAttentionThreads = 256;
+constexpr int kAttentionWarps = kAttentionThreads / kWarp;
+
+__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// How a running result and a split's result are weighted when merged: both relative to the larger maximum.
+__device__ inline void merge_weights(float running_max, float split_max, float& keep, float& take, float& merged_max) {
+    merged_max = fmaxf(running_max, split_max);
+    keep = running_max == minus_infinity() ? 0.0f : exp2_fast(sub_rn(running_max, merged_max));
+    take = split_max == minus_infinity() ? 0.0f : exp2_fast(sub_rn(split_max, merged_max));
+}
+
+__device__ inline float merge(float running, float keep, float split, float take) {
+    return add_rn(mul_rn(running, keep), mul_rn(split, take));
 }

@@ -1,4 +1,4 @@
-// Linears over packed weights for few rows (decode), and the float linear for any number of rows.
+// Linears over packed weights for two to four rows, and the float linear for any number of rows; decode.cu has one row.
 //
 // The order of every sum, here and in gemm.cu: inside a piece of 128 inputs the terms run over groups of 32 in
 // ascending order, acc = fma(float(dot), x_scale * w_scale, acc) with an exact int32 dot; pieces are added in
@@ -10,31 +10,6 @@
 #include "common.cuh"
 
 constexpr int kMaxWarps = 16;
-
-struct Int8Weights {
-    static constexpr int kWordsPerGroup = 8;
-    // Exact dot of one group; w points at the group's words of this column, x at the row's eight code words.
-    __device__ static int dot(const u32* w, const u32* x) {
-        int sum = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum = __dp4a((int)w[i], (int)x[i], sum);
-        return sum;
-    }
-};
-
-struct Int4Weights {
-    static constexpr int kWordsPerGroup = 4;
-    // A nibble moved to the top of its byte is sixteen times its code, so the sum is an exact multiple of 16.
-    __device__ static int dot(const u32* w, const u32* x) {
-        int sum = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sum = __dp4a((int)((w[i] << 4) & 0xf0f0f0f0u), (int)x[2 * i], sum);
-            sum = __dp4a((int)(w[i] & 0xf0f0f0f0u), (int)x[2 * i + 1], sum);
-        }
-        return sum >> 4;
-    }
-};
 
 // Add one round of piece sums, held as partial[warp][row][lane], to the totals in ascending order; warp r keeps row r.
 template <int kRows>
@@ -119,10 +94,8 @@ __device__ inline void linear_rows(const u32* x_codes, const float* x_scales, co
                                    groups_per_scale, ldo, residual);                                                 \
     }
 
-LINEAR_ROWS(linear_rows1_int8, Int8Weights, 1)
 LINEAR_ROWS(linear_rows2_int8, Int8Weights, 2)
 LINEAR_ROWS(linear_rows4_int8, Int8Weights, 4)
-LINEAR_ROWS(linear_rows1_int4, Int4Weights, 1)
 LINEAR_ROWS(linear_rows2_int4, Int4Weights, 2)
 LINEAR_ROWS(linear_rows4_int4, Int4Weights, 4)
 

@@ -6,6 +6,7 @@ itself checks nothing: a missing argument or a wrong width would be read as garb
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _MACRO = re.compile(r"#define (\w+)\(([\w, ]+)\)(.*?[^\\])\n", re.S)
 _SCALARS: dict[str, Callable[[Any], Any]] = {"int": np.int32, "float": np.float32, "i64": np.int64}
 _INTEGERS = (int, np.integer)
 _NUMBERS = (*_INTEGERS, float, np.floating)
+_C_TYPES = {"int": ctypes.c_int, "float": ctypes.c_float, "i64": ctypes.c_longlong}
 _POINTEES = {
     "void": None,
     "i8": np.dtype(np.int8),
@@ -130,6 +132,20 @@ def compile_cubin(name: str, arch: int) -> tuple[bytes, str]:
         nvrtc.destroyProgram(program)
 
 
+@cache
+def dependent_launches_work() -> bool:
+    """Whether cuda-bindings is there to ask for them; a kernel that waits for nothing loses nothing else."""
+    try:
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+UNASKED_SHARED_BYTES = 48 << 10
+"""Shared memory, static and dynamic together, that a block may have without being allowed more."""
+
+
 class Kernel:
     """One compiled kernel; call it with its launch shape and its parameters by name."""
 
@@ -138,13 +154,21 @@ class Kernel:
         self._raw_kernel = raw_kernel
         self._launch = raw_kernel.kernel
         self._stream = stream
-        self._allowed_shared_bytes = 48 << 10
+        self._allowed_shared_bytes = UNASKED_SHARED_BYTES - int(raw_kernel.shared_size_bytes)
 
     def __call__(
-        self, grid: tuple[int, ...], block: tuple[int, ...], /, *, shared_bytes: int = 0, **arguments: Any
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        /,
+        *,
+        shared_bytes: int = 0,
+        dependent: bool = False,
+        **arguments: Any,
     ) -> None:
         """Launch on the library's stream with `shared_bytes` of dynamic shared memory.
 
+        A `dependent` launch may start before the kernel ahead of it is done; such a kernel waits for it by itself.
         Raises InternalError when an argument does not fit the signature.
         """
         packed = []
@@ -158,7 +182,32 @@ class Kernel:
             raise InternalError(f"{self.signature.name} takes no {', '.join(arguments)}")
         if shared_bytes > self._allowed_shared_bytes:
             self._raw_kernel.max_dynamic_shared_size_bytes = self._allowed_shared_bytes = shared_bytes
-        self._launch(grid, block, tuple(packed), shared_bytes, self._stream)
+        if dependent and dependent_launches_work():
+            self._launch_dependent(grid, block, packed, shared_bytes)
+        else:
+            self._launch(grid, block, tuple(packed), shared_bytes, self._stream)
+
+    def _launch_dependent(
+        self, grid: tuple[int, ...], block: tuple[int, ...], packed: list[Any], shared_bytes: int
+    ) -> None:
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
+        config.sharedMemBytes = shared_bytes
+        config.hStream = self._stream.ptr
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+        values, types = [], []
+        for parameter, value in zip(self.signature.parameters, packed, strict=True):
+            values.append(value.data.ptr if parameter.is_pointer else value.item())
+            types.append(ctypes.c_void_p if parameter.is_pointer else _C_TYPES[parameter.c_type])
+        (status,) = driver.cuLaunchKernelEx(config, self._launch.ptr, (tuple(values), tuple(types)), 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise InternalError(f"{self.signature.name} was not launched: {status.name}")
 
 
 def _pack(kernel: str, parameter: Parameter, value: Any) -> Any:

@@ -1,9 +1,8 @@
 // RMSNorm of the residual rows, plain or with the result quantized at once for the next linear.
-// y = weight * (x * rsqrt(mean(x^2) + eps)); statistics in float32, summed in a fixed tree over 256 threads.
+// y = weight * (x * rsqrt(mean(x^2) + eps)); statistics in float32, summed in a fixed tree over 512 threads.
 
 #include "common.cuh"
 
-constexpr int kNormThreads = 256;
 constexpr int kNormWarps = kNormThreads / kWarp;
 
 __device__ inline float row_rstd(const float* x_k, int k, float eps) {

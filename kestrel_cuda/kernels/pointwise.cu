@@ -16,10 +16,6 @@ embed_rows(const void* table, const int* tokens, const int* position, float* h_m
     }
 }
 
-__device__ inline float silu_mul(float gate, float up) {
-    return mul_rn(div_rn(gate, add_rn(1.0f, expf(-gate))), up);
-}
-
 // gate_up [m][ld]: gate in columns 0..k, up from up_column -> codes_mk, scales_mg. Grid: (ceil(groups / 8), m).
 extern "C" __global__ void __launch_bounds__(256)
 silu_mul_quantize(const float* gate_up, i8* codes_mk, float* scales_mg, int k, int k_padded, int ld, int up_column) {

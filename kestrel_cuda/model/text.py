@@ -6,17 +6,17 @@ everything stays on the device, in buffers allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Array, Backend, DeviceWeight, HeadShape, SequenceState, Slab
+from kestrel_cuda.backends.base import Array, Backend, HeadShape, SequenceState, Slab
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.kv_cache import KvCache
-from kestrel_cuda.model.weights import DecoderWeights, JointOutput
+from kestrel_cuda.model.weights import DecoderWeights
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import round_up
 from kestrel_cuda.residency.store import WeightStore
@@ -136,14 +136,25 @@ class TextModel:
     def _submit_layer(self, layer: int, slab: Slab, state: SequenceState, num_rows: int, num_slots: int) -> None:
         backend, h, weights, eps = self._backend, self.h_mk, slab.weights, self._text.rms_norm_eps
         norms, kv = self._fixed.layers[layer], self._cache.layers[layer]
-        backend.norm(h, norms.input_k, eps, self._hidden, num_rows)
-        self._joint(weights, self._qkv_output, self._qkv, num_rows)
-        backend.rope_store(self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, num_rows)
-        backend.attend(self._q, kv, self._heads, state, self._attended, num_rows, num_slots)
+        qkv, gate_up = self._qkv_output, self._gate_up_output
+        parts = [(weights[projection], column) for projection, column in qkv.parts]
+        backend.norm_linear(h, norms.input_k, eps, self._hidden, parts, self._qkv, num_rows)
+        backend.rope_attend(
+            self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, self._attended, num_rows, num_slots
+        )
         backend.linear(self._attended, weights[Projection.O], h, num_rows, add=True)
-        backend.norm(h, norms.post_attention_k, eps, self._hidden, num_rows)
-        self._joint(weights, self._gate_up_output, self._gate_up, num_rows)
-        backend.silu_mul(self._gate_up, self._gate_up_output.columns[Projection.UP], self._mlp, num_rows)
+        parts = [(weights[projection], column) for projection, column in gate_up.parts]
+        backend.norm_gate_up(
+            h,
+            norms.post_attention_k,
+            eps,
+            self._hidden,
+            parts,
+            self._gate_up,
+            gate_up.columns[Projection.UP],
+            self._mlp,
+            num_rows,
+        )
         backend.linear(self._mlp, weights[Projection.DOWN], h, num_rows, add=True)
 
     def _replay_layer(self, layer: int, slab: Slab, state: SequenceState, num_rows: int, num_slots: int) -> None:
@@ -169,9 +180,3 @@ class TextModel:
         """Logits of up to LOGIT_ROWS residual rows, into the first rows of `logits_mv`."""
         self._backend.norm(rows_mk, self._fixed.final_k, self._text.rms_norm_eps, self._final, num_rows)
         self._backend.linear(self._final, self._store.lm_head(), self.logits_mv, num_rows)
-
-    def _joint(
-        self, weights: Mapping[Projection, DeviceWeight], output: JointOutput, out_mn: Array, num_rows: int
-    ) -> None:
-        for projection, column in output.parts:
-            self._backend.linear(self._hidden, weights[projection], out_mn, num_rows, column=column)

@@ -1,0 +1,171 @@
+"""Attention on a GPU: which kernel serves which cache and how many queries. The bits of a query do not depend on it.
+
+float16 caches go to the tensor cores (kernels/attention_half.cu), float32 ones stay in float32 (kernels/attention.cu).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kestrel_cuda.backends.base import Activation, HeadShape, KvLayer, SequenceState
+from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.backends.cuda_device import CudaDevice
+from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
+
+HEAD_DIMS = (16, 32, 64, 128)
+MAX_QUERIES_PER_KV = 16
+
+# Sizes shared with the kernels; tests/kernels/test_signatures.py reads them out of the sources.
+SPLIT_SLOTS = 256
+SUBTILE_SLOTS = 64
+SPLIT_MAX_ROWS = 8
+FLOAT_TILE_ROWS = 32
+HALF_TILE_ROWS = 64
+
+CACHE_KINDS = {np.dtype(np.float16): 1, np.dtype(np.float32): 2}
+
+
+def log2_scale(head_dim: int) -> float:
+    """What scores are multiplied with: 1 / sqrt(d), in units of log2."""
+    return float(head_dim**-0.5) / math.log(2)
+
+
+def float_tile_bytes(head_dim: int) -> int:
+    """Shared memory of attention.cu's attend_tiled: queries, scores, statistics and one subtile of keys or values."""
+    floats = FLOAT_TILE_ROWS * (head_dim + 4 + SPLIT_SLOTS + 4 + 4) + SUBTILE_SLOTS * (head_dim + 4)
+    return 4 * floats
+
+
+def half_tile_bytes(head_dim: int) -> int:
+    """attention_half.cu's `ManyRows`: queries, weights, two subtiles of keys, maxima."""
+    key_stride = head_dim + (0 if head_dim == 32 else 32)
+    halves = HALF_TILE_ROWS * (head_dim + 8 + SPLIT_SLOTS + 8) + 2 * SUBTILE_SLOTS * key_stride
+    return 2 * halves + 2 * HALF_TILE_ROWS * 4
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """Parts of attention by split, the joined heads before they are quantized, and a count of finished blocks."""
+
+    max_mhs: Any
+    sum_mhs: Any
+    out_mhsd: Any
+    joined_mk: Any
+    arrived_h: Any
+
+
+class AttentionSteps(CudaDevice, ComposedSteps):
+    """The attention of `Backend` on a GPU."""
+
+    _attention_scratch: AttentionScratch | None = None
+
+    def rope_store(
+        self, qkv_mn: Any, q_norm_d: Any, k_norm_d: Any, heads: HeadShape, state: SequenceState, kv: KvLayer,
+        q_mhd: Any, num_rows: int,
+    ) -> None:  # fmt: skip
+        self.kernels["qk_norm_rope_store"](
+            (-(-(heads.num_heads + 2 * heads.num_kv_heads) // 8), num_rows), (256,), qkv=qkv_mn, q_norm_d=q_norm_d,
+            k_norm_d=k_norm_d, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position, q_mhd=q_mhd,
+            k_hsd=kv.k_hsd, v_hsd=kv.v_hsd, ld=qkv_mn.shape[1], k_column=heads.k_column, v_column=heads.v_column,
+            num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
+            ctx=kv.k_hsd.shape[1], kv_kind=CACHE_KINDS[kv.k_hsd.dtype], eps=heads.norm_eps,
+        )  # fmt: skip
+
+    def check_heads(self, head_dim: int, queries_per_kv: int) -> None:
+        if head_dim not in HEAD_DIMS or queries_per_kv > MAX_QUERIES_PER_KV:
+            raise DeviceError(
+                f"this checkpoint has a head_dim of {head_dim} and {queries_per_kv} query heads a kv head; the GPU "
+                f"kernels take {', '.join(map(str, HEAD_DIMS))} and up to {MAX_QUERIES_PER_KV}: use --backend cpu"
+            )
+
+    def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
+        rows, splits = min(max_rows, SPLIT_MAX_ROWS), -(-ctx // SPLIT_SLOTS)
+        stats = (rows, heads.num_heads, splits)
+        self._attention_scratch = AttentionScratch(
+            self.zeros(stats, np.float32),
+            self.zeros(stats, np.float32),
+            self.zeros((*stats, heads.head_dim), np.float32),
+            self.zeros((max_rows, heads.num_heads * heads.head_dim), np.float32),
+            self.zeros((heads.num_kv_heads,), np.int32),
+        )
+
+    @property
+    def attention_scratch(self) -> AttentionScratch:
+        assert self._attention_scratch is not None, "reserve_attention comes first"
+        return self._attention_scratch
+
+    def attend(
+        self, q_mhd: Any, kv: KvLayer, heads: HeadShape, state: SequenceState, out: Activation, num_rows: int,
+        num_slots: int,
+    ) -> None:  # fmt: skip
+        scratch = self.attention_scratch
+        target = scratch.joined_mk if out.values_mk is None else out.values_mk
+        d, group = heads.head_dim, heads.queries_per_kv
+        suffix = f"{'f16' if kv.k_hsd.dtype == np.float16 else 'f32'}_{d}"
+        k_hsd, v_hsd = (a.view(np.uint16) if a.dtype == np.float16 else a for a in (kv.k_hsd, kv.v_hsd))
+        common = {"q_mhd": q_mhd, "k_hsd": k_hsd, "v_hsd": v_hsd, "position": state.position,
+                  "queries_per_kv": group, "ctx": kv.k_hsd.shape[1], "scale": log2_scale(d)}  # fmt: skip
+        halves = kv.k_hsd.dtype == np.float16
+        if num_rows <= SPLIT_MAX_ROWS:
+            num_splits = -(-num_slots // SPLIT_SLOTS)
+            shared_bytes = 16 * group * d if halves else 4 * (group * (d + SPLIT_SLOTS) + 512)
+            kernel = self.kernels[f"attend_split_{suffix}"]
+            kernel(
+                (num_splits, heads.num_kv_heads, num_rows), (256,), shared_bytes=shared_bytes, max_mhs=scratch.max_mhs,
+                sum_mhs=scratch.sum_mhs, out_mhsd=scratch.out_mhsd, **common,
+            )  # fmt: skip
+            self.kernels["attend_merge"](
+                (-(-heads.num_heads * d // 256), num_rows), (256,), max_mhs=scratch.max_mhs, sum_mhs=scratch.sum_mhs,
+                out_mhsd=scratch.out_mhsd, position=state.position,
+                out_mhd=target, num_heads=heads.num_heads, head_dim=d, num_splits=num_splits,
+            )  # fmt: skip
+        else:
+            tile_rows = HALF_TILE_ROWS if halves else FLOAT_TILE_ROWS
+            shared_bytes = half_tile_bytes(d) if halves else float_tile_bytes(d)
+            kernel = self.kernels[f"attend_tiled_{suffix}"]
+            grid = (-(-num_rows // (tile_rows // group)), heads.num_kv_heads)
+            kernel(grid, (256,), shared_bytes=shared_bytes, out_mhd=target, m=num_rows, **common)
+        if out.codes_mk is not None:
+            self.quantize_rows(target, out, num_rows)
+
+    def rope_attend(
+        self,
+        qkv_mn: Any,
+        q_norm_d: Any,
+        k_norm_d: Any,
+        heads: HeadShape,
+        state: SequenceState,
+        kv: KvLayer,
+        q_mhd: Any,
+        out: Activation,
+        num_rows: int,
+        num_slots: int,
+    ) -> None:
+        d, group = heads.head_dim, heads.queries_per_kv
+        if num_rows > 1 or out.codes_mk is None or kv.k_hsd.dtype != np.float16 or group * d % ACTIVATION_GROUP:
+            super().rope_attend(qkv_mn, q_norm_d, k_norm_d, heads, state, kv, q_mhd, out, num_rows, num_slots)
+            return
+        scratch = self.attention_scratch
+        num_splits = -(-num_slots // SPLIT_SLOTS)
+        self.kernels[f"attend_row_f16_{d}"](
+            (num_splits, heads.num_kv_heads), (256,), shared_bytes=16 * group * d, dependent=True, qkv_n=qkv_mn,
+            q_norm_d=q_norm_d, k_norm_d=k_norm_d, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position,
+            k_hsd=kv.k_hsd.view(np.uint16), v_hsd=kv.v_hsd.view(np.uint16), max_hs=scratch.max_mhs,
+            sum_hs=scratch.sum_mhs, out_hsd=scratch.out_mhsd, arrived_h=scratch.arrived_h,
+            y_codes=out.codes_mk, y_scales=out.scales_mg,
+            k_column=heads.k_column, v_column=heads.v_column, queries_per_kv=group, ctx=kv.k_hsd.shape[1],
+            scale=log2_scale(d), eps=heads.norm_eps,
+        )  # fmt: skip
+
+    def quantize_rows(self, x_mk: Any, out: Activation, num_rows: int) -> None:
+        assert out.codes_mk is not None
+        k_padded = out.codes_mk.shape[1]
+        self.kernels["quantize_rows"](
+            (-(-k_padded // 256), num_rows), (256,), x_mk=x_mk, codes_mk=out.codes_mk, scales_mg=out.scales_mg,
+            k=out.num_inputs, k_padded=k_padded,
+        )  # fmt: skip
