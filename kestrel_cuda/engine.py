@@ -59,7 +59,7 @@ class Engine:
         self._load_ms = 0.0
         self._embed_host_bytes = 0
         self._read_gb_per_s: float | None = None
-        self._plan_for: Callable[[EngineConfig], Plan] | None = None
+        self._plan_for: Callable[..., Plan]
 
     @classmethod
     def open(cls, config: EngineConfig) -> Engine:
@@ -129,6 +129,10 @@ class Engine:
         )
         plan = self._plan_for(config)
         notes += plan.notes
+        if config.quant is Quant.G256:
+            narrow = [name for name, kind in weights.quant_by_class.items() if kind != "g256"]
+            if narrow:
+                notes.append(f"groups stay at 32 where 256 does not divide the inputs: {', '.join(narrow)}")
         if config.vram_bytes is None:
             self._read_gb_per_s = backend.read_rate_gb_per_s()
         self.plan, self._weights = plan, weights
@@ -198,9 +202,13 @@ class Engine:
         What was resident is given back to the driver first, so that the new window's peak is its own. Raises
         DeviceError when it does not fit.
         """
-        if self._store is None or self._model is None or self.backend is None or self._plan_for is None:
+        if self._store is None or self._model is None or self.backend is None or self.plan is None:
             raise InternalError("set_window() was called before load()")
-        plan = self._plan_for(replace(self.config, keep=keep, policy=policy, prefetch=prefetch))
+        loaded = self.plan
+        wished = replace(
+            self.config, keep=keep, policy=policy, prefetch=prefetch, prefill_chunk=loaded.prefill_chunk
+        )
+        plan = self._plan_for(wished, embeddings_on=loaded.embeddings_on)
         self._store.set_window(make_window(policy, self.checkpoint.config.text.num_layers, plan.keep, prefetch), evict)
         self._model.forget_captures()
         self.backend.reset_peak()

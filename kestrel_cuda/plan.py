@@ -64,8 +64,9 @@ def make_plan(
     num_prompt: int,
     embedding_bytes: int,
     on_gpu: bool,
+    embeddings_on: Literal["device", "host"] | None = None,
 ) -> Plan:
-    """Fit weights, cache and work buffers into the memory there is.
+    """Fit weights, cache and work buffers into the memory there is; `embeddings_on` says where they lie already.
 
     Raises DeviceError when what was asked for does not fit, naming what would, and SettingError for a context longer
     than the model's positions.
@@ -73,7 +74,7 @@ def make_plan(
     most = model.text.max_positions
     if ctx > most:
         raise SettingError(f"--ctx {ctx} is over the {most} positions this model has; use at most that")
-    return _Planner(config, model.text, weights, memory, ctx, num_prompt, embedding_bytes, on_gpu).plan()
+    return _Planner(config, model.text, weights, memory, ctx, num_prompt, embedding_bytes, on_gpu, embeddings_on).plan()
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class _Planner:
     num_prompt: int
     embedding_bytes: int
     on_gpu: bool
+    embeddings_on: Literal["device", "host"] | None
 
     def plan(self) -> Plan:
         num_layers = self.text.num_layers
@@ -110,9 +112,12 @@ class _Planner:
             fitting = "everything resident" if best == 0 else f"--keep {best}"
             raise DeviceError(
                 f"keeping {keep or 'all'} of {num_layers} layers resident needs "
-                f"{format_size(self.needed_bytes(keep))}, but there are {self.bound}; {fitting} fits"
+                f"{format_size(self.needed_bytes(keep))}, more than {self.bound}; {fitting} fits"
             )
-        on_device = self.on_gpu and self.fits(keep, embeddings_on_device=True)
+        if self.embeddings_on is not None:
+            on_device = self.embeddings_on == "device"
+        else:
+            on_device = self.on_gpu and self.fits(keep, embeddings_on_device=True)
         chunk = self._longest_chunk(keep, on_device)
         if self.on_gpu and not on_device:
             notes.append(f"the embedding table ({format_size(self.embedding_bytes)}) stays in host memory")
@@ -154,6 +159,7 @@ class _Planner:
                 return budget
 
     def fits(self, keep: int, *, chunk: int = USUAL_CHUNK, embeddings_on_device: bool = False) -> bool:
+        embeddings_on_device |= self.embeddings_on == "device"
         peak = max(sum(b for _, b in self.rows(keep, chunk, embeddings_on_device)), self.load_bytes(keep))
         return peak <= self.total_bytes and self.weight_bytes(keep) <= self.cache_budget_bytes
 
@@ -197,6 +203,9 @@ class _Planner:
         return self.memory.context_bytes + (sum(slabs) if whole else max(slabs)) + scratch
 
     def _rows_a_pass(self, chunk: int) -> int:
+        if not self.on_gpu:
+            # The CPU's float32 products round differently in passes of different length: one length for every window.
+            chunk = RESIDENT_CHUNK
         return max(1, min(self.config.prefill_chunk or chunk, self.num_prompt))
 
     def _longest_chunk(self, keep: int, on_device: bool) -> int:
@@ -213,11 +222,17 @@ class _Planner:
 
     def _nothing_fits(self) -> str:
         if self.weight_bytes(1) > self.cache_budget_bytes < self.total_bytes:
-            least = f"--cache-budget {format_size(self.weight_bytes(1))}"
+            least = f"--cache-budget {_enough(self.weight_bytes(1))}"
         else:
-            least = f"--vram {format_size(self.needed_bytes(1))}"
+            least = f"--vram {_enough(self.needed_bytes(1))}"
         parts = ", ".join(f"{what} {format_size(b)}" for what, b in self.rows(1, LEAST_CHUNK, False) if b)
         return (
             f"{self.bound} cannot hold even a window of one layer; {least} would ({parts}); "
             "a smaller --ctx, --prefill-chunk or --quant q4_0 needs less"
         )
+
+
+def _enough(num_bytes: int) -> str:
+    """A size to write after a flag: whole MiB, or KiB below 16 of them, rounded up."""
+    name, unit = ("MiB", 1 << 20) if num_bytes >= 16 << 20 else ("KiB", 1 << 10)
+    return f"{-(-num_bytes // unit)}{name}"

@@ -53,13 +53,15 @@ class FakeBackend:
         """Layers uploaded, in order."""
         return [event.layer for event in self.events if event.what == "upload"]
 
-    def allocate_slab(self, layout: SlabLayout) -> Slab:
-        raw = np.full(layout.num_bytes, UNSET, np.uint8)
+    def slab_over(self, layout: SlabLayout, raw: NDArray[np.uint8]) -> Slab:
         weights = {}
         for entry in layout.entries:
             codes_kn, scales_gn = entry_views(raw, entry)
             weights[entry.key.projection] = DeviceWeight(entry.geometry, codes_kn, scales_gn)
-        slab = Slab(layout, raw, weights)
+        return Slab(layout, raw, weights)
+
+    def allocate_slab(self, layout: SlabLayout) -> Slab:
+        slab = self.slab_over(layout, np.full(layout.num_bytes, UNSET, np.uint8))
         self._live[id(slab)] = slab
         self._numbers[id(slab)] = len(self._numbers)
         self.allocated_bytes += layout.num_bytes

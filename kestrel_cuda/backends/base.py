@@ -172,6 +172,9 @@ class Backend(Protocol):
         """An array that steps can read while its bytes stay in host memory."""
 
     def allocate_slab(self, layout: SlabLayout) -> Slab: ...
+    def slab_over(self, layout: SlabLayout, raw: Array) -> Slab:
+        """A slab over bytes that are there already, of the backend's own kind of array."""
+
     def free_slab(self, slab: Slab) -> None: ...
     def host_slab(self, layout: SlabLayout) -> NDArray[np.uint8]: ...
     def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None:

@@ -147,8 +147,10 @@ class CpuBackend(ComposedSteps):
         return array
 
     def allocate_slab(self, layout: SlabLayout) -> Slab:
-        raw = np.zeros(layout.num_bytes, np.uint8)
-        self._count(raw.nbytes)
+        self._count(layout.num_bytes)
+        return self.slab_over(layout, np.zeros(layout.num_bytes, np.uint8))
+
+    def slab_over(self, layout: SlabLayout, raw: NDArray[np.uint8]) -> Slab:
         weights = {}
         for entry in layout.entries:
             codes_kn, scales_gn = entry_views(raw, entry)

@@ -123,7 +123,9 @@ class CudaDevice:
         return self.device_memory.view_of_host(held)
 
     def allocate_slab(self, layout: SlabLayout) -> Slab:
-        raw = self.zeros((layout.num_bytes,), np.uint8)
+        return self.slab_over(layout, self.zeros((layout.num_bytes,), np.uint8))
+
+    def slab_over(self, layout: SlabLayout, raw: Any) -> Slab:
         weights = {}
         for entry in layout.entries:
             geometry = entry.geometry
@@ -213,7 +215,7 @@ class CudaDevice:
         self.device_memory.free(sink)
         return num_bytes / float(np.median(times_ms[2:])) / 1e6
 
-    def link_rate_gb_per_s(self, num_bytes: int = 256 << 20) -> float:
+    def link_rate_gb_per_s(self, num_bytes: int = 64 << 20) -> float:
         """Median rate of copies of `num_bytes` from pinned host memory (10^9 bytes a second), scratch freed again."""
         host = page_aligned(num_bytes)
         host.fill(0)

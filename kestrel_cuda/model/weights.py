@@ -97,4 +97,4 @@ def _kind(geometry: PackedGeometry) -> str:
         case Element.INT4:
             return "q4_0"
         case element:
-            return element.value
+            return f"none ({element})"

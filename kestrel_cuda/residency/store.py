@@ -313,7 +313,11 @@ class WeightStore:
 
     def _pack_alone(self, layout: SlabLayout, members: MemberSource) -> tuple[int, Slab, list[PackedTensor]]:
         packer = self._backend.packer()
-        slab = self._backend.allocate_slab(layout)
+        if self._preload:
+            slab = self._backend.allocate_slab(layout)
+        else:
+            # Packed where it will stay: with several layers at a time, slabs beside the host copies would add up.
+            slab = self._backend.slab_over(layout, self._backend.host_slab(layout))
         for entry in layout.entries:
             packer.pack(slab, entry, members(entry))
         return layout.layer, slab, packer.finish()
@@ -330,8 +334,11 @@ class WeightStore:
         layout = self._layouts[layer]
         if self._save is not None or not self._preload:
             holds = not self._preload and self._keep_host
-            host = self._backend.host_slab(layout) if holds else np.empty(layout.num_bytes, np.uint8)
-            self._backend.download(host, slab)
+            if self._backend.num_load_threads > 1 and not self._preload:
+                host = slab.raw
+            else:
+                host = self._backend.host_slab(layout) if holds else np.empty(layout.num_bytes, np.uint8)
+                self._backend.download(host, slab)
             if self._save is not None:
                 self._save(layout, host)
             if holds:
@@ -339,7 +346,4 @@ class WeightStore:
         if self._preload:
             self._enter(layer, slab)
             return None
-        if self._backend.num_load_threads > 1:
-            self._backend.free_slab(slab)
-            return None
-        return slab
+        return None if self._backend.num_load_threads > 1 else slab
