@@ -48,6 +48,9 @@ from kestrel_cuda.quant.packed import (
 
 LARGEST_F16 = np.float32(65504)
 
+# What overflows reaches the logits as infinity or NaN, as on a GPU, and is refused there; no warning on the way.
+_silent = np.errstate(all="ignore")
+
 
 def rms_norm(x: NDArray[np.float32], weight: NDArray[np.float32], eps: float) -> NDArray[np.float32]:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32."""
@@ -221,11 +224,13 @@ class CpuBackend(ComposedSteps):
         first = int(state.position[0])
         h_mk[:num_rows] = widen(table[state.tokens[first : first + num_rows]])
 
+    @_silent
     def norm(
         self, h_mk: NDArray[np.float32], weight_k: NDArray[np.float32], eps: float, out: Activation, num_rows: int
     ) -> None:
         self._fill(out, rms_norm(h_mk[:num_rows], weight_k, eps))
 
+    @_silent
     def linear(
         self,
         x: Activation,
@@ -249,6 +254,7 @@ class CpuBackend(ComposedSteps):
         else:
             target[...] = y[:, : geometry.num_outputs]
 
+    @_silent
     def rope_store(
         self,
         qkv_mn: NDArray[np.float32],
@@ -274,6 +280,7 @@ class CpuBackend(ComposedSteps):
                 rows = np.clip(rows, -LARGEST_F16, LARGEST_F16)
             cache_hsd[:, slots] = rows.transpose(1, 0, 2)
 
+    @_silent
     def attend(
         self,
         q_mhd: NDArray[np.float32],
@@ -308,11 +315,11 @@ class CpuBackend(ComposedSteps):
     def reserve_attention(self, heads: HeadShape, max_rows: int, ctx: int) -> None:
         pass
 
+    @_silent
     def silu_mul(self, gate_up_mn: NDArray[np.float32], up_column: int, out: Activation, num_rows: int) -> None:
         gate = gate_up_mn[:num_rows, : out.num_inputs]
         up = gate_up_mn[:num_rows, up_column : up_column + out.num_inputs]
-        with np.errstate(over="ignore"):
-            self._fill(out, (gate / (np.float32(1) + np.exp(-gate)) * up).astype(np.float32, copy=False))
+        self._fill(out, (gate / (np.float32(1) + np.exp(-gate)) * up).astype(np.float32, copy=False))
 
     def choose(self, logits_v: NDArray[np.float32], num_ids: int, state: SequenceState, num_rows: int) -> None:
         candidates = logits_v[:num_ids]

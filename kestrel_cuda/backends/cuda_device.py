@@ -18,6 +18,10 @@ try:
     from cupy.cuda import runtime
 except ImportError as error:
     raise DeviceError(f"CuPy cannot be imported ({error}); pip install cupy-cuda12x brings it") from error
+except OSError as error:
+    raise DeviceError(
+        f"CuPy cannot start ({error}); set CUPY_CACHE_DIR to a folder that can be written, or use --backend cpu"
+    ) from error
 
 from kestrel_cuda.backends.base import DeviceWeight, MemoryInfo, Slab
 from kestrel_cuda.backends.cuda_memory import DeviceMemory, page_aligned
@@ -37,6 +41,14 @@ class SlabEvents:
     read: Any
 
 
+def _driver_is_there() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 class CudaDevice:
     """One GPU. Raises DeviceError when it is missing, too old, or the driver cannot be used."""
 
@@ -45,10 +57,12 @@ class CudaDevice:
     can_capture = True
 
     def __init__(self, device: int = 0, *, cubin_dir: Path | None = None) -> None:
+        if not _driver_is_there():
+            raise DeviceError("no NVIDIA driver is installed here; install one, or use --backend cpu")
         try:
             count = runtime.getDeviceCount()
         except runtime.CUDARuntimeError as error:
-            raise DeviceError(f"no usable NVIDIA GPU: {error}") from None
+            raise DeviceError(f"no usable NVIDIA GPU ({error}); look at nvidia-smi, or use --backend cpu") from None
         if not 0 <= device < count:
             raise DeviceError(f"there is no GPU {device}; this machine has {count} (numbered from 0)")
         pci_bus_id = runtime.deviceGetPCIBusId(device)

@@ -69,13 +69,13 @@ def delay_copies(patch: pytest.MonkeyPatch, engine: Engine, spin: Callable[[Any]
 
 def delay_steps(patch: pytest.MonkeyPatch, engine: Engine, spin: Callable[[Any], None]) -> None:
     backend: Any = engine.backend
-    attend = backend.attend
+    rope_attend = backend.rope_attend
 
     def late(*arguments: Any) -> None:
         spin(backend.stream)
-        attend(*arguments)
+        rope_attend(*arguments)
 
-    patch.setattr(backend, "attend", late)
+    patch.setattr(backend, "rope_attend", late)
 
 
 @pytest.mark.timeout(300)

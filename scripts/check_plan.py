@@ -1,0 +1,92 @@
+"""Compare the plan with the driver: peak device memory of a run against what was planned, for several settings.
+
+Each setting runs in a process of its own, so that the driver's figure before it is that of an idle card. Prints one
+JSON object a line; exit code 1 when a peak is outside max(3 %, 64 MiB) of its plan or over --vram. Needs a GPU that
+nothing else uses.
+
+    PYTHONPATH=. python scripts/check_plan.py CHECKPOINT [CHECKPOINT ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from kestrel_cuda.sizes import parse_size
+
+TOLERANCE_SHARE, TOLERANCE_BYTES = 0.03, 64 << 20
+SETTINGS = [
+    {"quant": quant, "ctx": ctx, "vram": vram}
+    for quant, ctx, vram in product(("q8_0", "q4_0"), (512, 8192), (None, "3GiB", "1600MiB"))
+]
+
+
+def measure(checkpoint: Path, setting: dict[str, Any]) -> dict[str, Any]:
+    """Load and run one setting in this process while another thread watches the driver's figure."""
+    from cupy.cuda import runtime
+
+    from kestrel_cuda.backends.driver_memory import used_bytes
+    from kestrel_cuda.config import EngineConfig, Quant
+    from kestrel_cuda.engine import Engine
+    from kestrel_cuda.errors import DeviceError
+
+    bus = runtime.deviceGetPCIBusId(0)
+    before = used_bytes(bus)
+    assert before is not None, "the driver cannot be asked"
+    peak, done = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, used_bytes(bus) or 0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    vram = parse_size(setting["vram"]) if setting["vram"] else None
+    config = EngineConfig(model=checkpoint, backend="cuda", quant=Quant(setting["quant"]), vram_bytes=vram)
+    try:
+        engine = Engine.open(config)
+        prompt = [100 + i % 1000 for i in range(setting["ctx"] - 32)]
+        load = engine.load(setting["ctx"], len(prompt))
+        generation = engine.generate(prompt, 24, ignore_eos=True)
+        for _ in generation:
+            pass
+        planned, keep = load.planned_device_bytes, load.keep
+        engine.close()
+    except DeviceError as error:
+        return {"refused": str(error)}
+    finally:
+        done.set()
+        watcher.join()
+    measured = peak - before
+    close = abs(measured - planned) <= max(TOLERANCE_SHARE * planned, TOLERANCE_BYTES)
+    within = vram is None or measured <= vram
+    return {"keep": keep, "planned": planned, "measured": measured, "close": close, "within_vram": within}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkpoints", type=Path, nargs="+")
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.setting:
+        print(json.dumps(measure(arguments.checkpoints[0], json.loads(arguments.setting))))
+        return 0
+    failed = 0
+    for checkpoint, setting in product(arguments.checkpoints, SETTINGS):
+        command = [sys.executable, __file__, str(checkpoint), "--setting", json.dumps(setting)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = json.loads(ran.stdout) if ran.returncode == 0 else {"error": ran.stderr.strip().splitlines()[-1:]}
+        failed += "error" in result or not (result.get("close", True) and result.get("within_vram", True))
+        print(json.dumps({"checkpoint": checkpoint.name, **setting, **result}), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
