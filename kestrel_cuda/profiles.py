@@ -33,6 +33,9 @@ KNOWN_KEYS = (
 )
 
 
+_MOST = 10**18 - 1
+
+
 @dataclass(frozen=True)
 class Profile:
     """A profile as written: `name` is what messages call it, numbers are kept as text, as a flag would give them."""
@@ -53,27 +56,39 @@ def load_profile(name_or_file: str, folder: Path | None = None) -> Profile:
 
     Raises SettingError when there is none, when it is not TOML, or when it holds a key or a value no profile takes.
     """
-    if name_or_file.endswith(".toml") or Path(name_or_file).name != name_or_file:
-        path = Path(name_or_file).expanduser()
-        name = name_or_file
+    name = name_or_file
+    if _is_path(name):
+        try:
+            path = Path(name).expanduser()
+        except RuntimeError as error:
+            raise SettingError(f"profile {name}: there is no such user's home folder") from error
     else:
         folder = folder or profiles_folder()
-        path = folder / f"{name_or_file}.toml"
-        name = name_or_file
-        if not path.is_file():
-            known = ", ".join(sorted(file.stem for file in folder.glob("*.toml"))) or "none"
-            raise SettingError(f"no profile {name!r}; there are: {known} (or give a file, like ./{name}.toml)")
+        known = sorted(file.stem for file in folder.glob("*.toml"))
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise SettingError(f"no profile {name!r}; there are: {listed} (or give a file, like ./{name}.toml)")
+        path = folder / f"{name}.toml"
     return Profile(name, _checked(name, _read(name, path)))
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(".toml") or Path(name).name != name or name == ".."
 
 
 def _read(name: str, path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise SettingError(f"profile {name}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SettingError(f"profile {name}: not UTF-8 at byte {error.start}") from error
-    except tomllib.TOMLDecodeError as error:
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise SettingError(f"profile {name}: not TOML: nested too deeply") from error
+    except ValueError as error:
+        # Not only TOMLDecodeError: Python refuses to read a number of some thousand digits.
         raise SettingError(f"profile {name}: not TOML: {error}") from error
 
 
@@ -85,8 +100,11 @@ def _checked(name: str, table: Mapping[str, object]) -> dict[str, str | bool]:
     for key, value in table.items():
         if isinstance(value, str | bool):
             values[key] = value
+        elif isinstance(value, int) and abs(value) > _MOST:
+            raise SettingError(f"profile {name}: {key} holds a number of more than {len(str(_MOST))} digits")
         elif isinstance(value, int | float):
             values[key] = str(value)
         else:
-            raise SettingError(f"profile {name}: {key} holds {value!r}; it takes one word, number or switch")
+            kind = "a list" if isinstance(value, list) else "a table" if isinstance(value, dict) else "a date or a time"
+            raise SettingError(f"profile {name}: {key} holds {kind}; it takes one word, number or switch")
     return values

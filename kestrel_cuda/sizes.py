@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _UNITS = {
     "": 1,
@@ -20,19 +21,27 @@ _UNITS = {
     "TB": 1000**4,
     "TIB": 1024**4,
 }
+_MOST_BYTES = (1 << 63) - 1  # an int64's, which every interface below counts in
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+class TooLarge(ValueError):
+    """A number beyond what anything here can count; the message goes on from "... holds ..., "."""
 
 
 def parse_size(text: str) -> int:
     """Bytes of a size like `6GiB`, `500MB`, `24G` (binary) or `1048576`.
 
-    Raises ValueError when the text is not a positive number with a known unit.
+    Raises ValueError when the text is not a positive number with a known unit, TooLarge when no count holds it.
     """
     match = _SIZE.fullmatch(text)
     unit = match and _UNITS.get(match[2].upper())
     if not match or not unit:
         raise ValueError(f"{text!r} is not a size; write a number with a unit, like 6GiB or 500MB")
-    num_bytes = int(float(match[1]) * unit)
+    exact = Decimal(match[1]) * unit
+    if exact > _MOST_BYTES:
+        raise TooLarge("which is over 8 EiB")
+    num_bytes = int(exact)
     if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size above zero")
     return num_bytes

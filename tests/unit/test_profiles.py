@@ -65,8 +65,14 @@ def test_a_name_is_looked_up_in_its_folder_only(tmp_path: Path) -> None:
     [
         (b"kepe = 4\nvarm = 1\n", "unknown kepe, varm; a profile takes: model, max_new_tokens, "),
         (b"[run]\nkeep = 4\n", "unknown run; a profile takes: "),
-        (b"keep = [4]\n", r"keep holds \[4\]"),
-        (b"keep = 1979-05-27\n", "keep holds datetime"),
+        (b"keep = [4]\n", "keep holds a list"),
+        (b"keep = {a = 4}\n", "keep holds a table"),
+        (b"keep = [" + b"0x" + b"f" * 5000 + b"]\n", "keep holds a list"),
+        (b"keep = " + b"9" * 5000, "not TOML: Exceeds the limit"),
+        (b"keep = 0x" + b"f" * 5000, "keep holds a number of more than 18 digits"),
+        (b"keep = -" + b"9" * 19, "keep holds a number of more than 18 digits"),
+        (b"keep = " + b"[" * 5000, "not TOML: nested too deeply"),
+        (b"keep = 1979-05-27\n", "keep holds a date or a time"),
         (b"keep: 4\n", "not TOML: .*line 1"),
         (b'model = "\xff"\n', "not UTF-8 at byte 9"),
     ],
@@ -77,6 +83,23 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, content: bytes, message: s
     with pytest.raises(SettingError, match=message) as raised:
         load_profile(str(file))
     assert str(raised.value).startswith(f"profile {file}: ")
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "./"])
+def test_a_folder_is_no_profile(name: str) -> None:
+    with pytest.raises(SettingError, match="cannot be read: Is a directory"):
+        load_profile(name)
+
+
+def test_a_home_that_nobody_has_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"profile ~nosuch/x\.toml: there is no such user's home folder"):
+        load_profile("~nosuch/x.toml")
+
+
+@pytest.mark.parametrize("name", ["", "~", "x" * 5000])
+def test_what_can_be_no_name_is_unknown(name: str) -> None:
+    with pytest.raises(SettingError, match=f"no profile '{name}'; there are: "):
+        load_profile(name)
 
 
 @pytest.mark.parametrize("name", ["./missing.toml", "missing.toml", "some/folder"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel_cuda.sizes import format_size, parse_size
+from kestrel_cuda.sizes import TooLarge, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,9 @@ from kestrel_cuda.sizes import format_size, parse_size
         ("1.5gib", 3 << 29),
         (" 2 KiB ", 2048),
         ("3T", 3 << 40),
+        ("9223372036854775807", (1 << 63) - 1),
+        ("9007199254740993", (1 << 53) + 1),
+        ("0.1000000000000000000000000000000000000001KB", 100),
     ],
 )
 def test_a_number_with_a_unit_is_that_many_bytes(text: str, num_bytes: int) -> None:
@@ -27,6 +30,12 @@ def test_a_number_with_a_unit_is_that_many_bytes(text: str, num_bytes: int) -> N
 @pytest.mark.parametrize("text", ["", "0", "0.2B", "-1GiB", "1e3", "GiB", "6 GiB 7", "6XB", "٦GiB", "inf", "1,5GiB"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 5000 + "GiB", "8388608TiB"])
+def test_what_no_count_holds_is_refused(text: str) -> None:
+    with pytest.raises(TooLarge, match="over 8 EiB"):
         parse_size(text)
 
 
