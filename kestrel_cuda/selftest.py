@@ -14,43 +14,49 @@ from kestrel_cuda.report import RunReport
 from kestrel_cuda.step_checks import Check as Check
 from kestrel_cuda.step_checks import step_checks
 
+OnOpen = Callable[[str, str, str | None], None]
+
 PROMPT_TOKENS = 24
 NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class SelftestReport:
-    """Every check in order."""
+    """Every check in order, and what they ran on."""
 
     checks: tuple[Check, ...]
+    backend: str
+    device: str
 
     @property
     def passed(self) -> bool:
         return all(check.passed or check.skipped for check in self.checks)
 
 
-def run_selftest(config: EngineConfig, on_check: Callable[[Check], None]) -> SelftestReport:
+def run_selftest(config: EngineConfig, on_open: OnOpen, on_check: Callable[[Check], None]) -> SelftestReport:
     """Run every check on the configured backend and checkpoint; `on_check` is told of each as it ends.
+
+    `on_open` is told first of the backend and its device, and why it is the CPU where nobody asked for that.
 
     Raises UserError when the checkpoint or the device cannot be used at all.
     """
-    checks = []
-    for check in _all_checks(config):
-        on_check(check)
-        checks.append(check)
-    return SelftestReport(tuple(checks))
-
-
-def _all_checks(config: EngineConfig) -> Iterator[Check]:
     engine = Engine.open(config)
-    backend = (
-        open_best_backend(config.device)[0] if config.backend == "auto" else open_backend(config.backend, config.device)
-    )
+    if config.backend == "auto":
+        backend, reason = open_best_backend(config.device)
+    else:
+        backend, reason = open_backend(config.backend, config.device), None
+    on_open(backend.name, backend.device_name, reason)
+    checks = []
     try:
-        yield from step_checks(backend)
+        for check in step_checks(backend):
+            on_check(check)
+            checks.append(check)
     finally:
         backend.close()
-    yield from _checkpoint_checks(engine, config)
+    for check in _checkpoint_checks(engine, config):
+        on_check(check)
+        checks.append(check)
+    return SelftestReport(tuple(checks), backend.name, backend.device_name)
 
 
 def _checkpoint_checks(engine: Engine, config: EngineConfig) -> Iterator[Check]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kestrel_cli import flags, options
+from kestrel_cli import flags, options, signals
+from kestrel_cli.heard import Heard
 from kestrel_cli.output import Output, error_object
 from kestrel_cli.result import bench_result
 from kestrel_cli.settings import Settings
@@ -55,20 +56,21 @@ def bench(
 
 def compare_windows(given: flags.Given, variables: Mapping[str, str], output: Output) -> None:
     """Do what `bench` was asked. Raises CheckFailed when windows that must agree do not."""
-    from kestrel_cli.bench_table import bench_text
-    from kestrel_cli.render import Screen, is_fancy
+    with signals.held():
+        from kestrel_cli.bench_table import bench_text
+        from kestrel_cli.render import Screen, is_fancy
 
     settings = options.settle_bench(given, variables)
     screen = Screen(settings[options.QUIET], variables)
-    screen.settings(settings.as_json())
-    with screen.progress() as on_progress:
+    screen.settings(settings)
+    heard = Heard(screen, settings)
+    with screen.progress() as on_progress, settings.naming_sources():
         report = run_measure(settings, on_progress)
-    for text in report.notes:
-        screen.note(text)
-    screen.warnings(report.warnings)
+    heard.add(report.notes, report.warnings)
+    heard.add((), options.unused_device(settings, report.backend))
 
     difference = None if report.all_equal else difference_in(report.rows)
-    result = bench_result(report, settings)
+    result = bench_result(report, settings, heard)
     if difference:
         result["error"] = error_object(CheckFailed.kind, difference)
     output.result(result)
@@ -79,7 +81,8 @@ def compare_windows(given: flags.Given, variables: Mapping[str, str], output: Ou
 
 def run_measure(settings: Settings, on_progress: Callable[[str, int, int], None] | None) -> BenchReport:
     # NumPy and the engine come with it, which --help and a mistyped flag need not wait for.
-    from kestrel_cuda.bench import measure
+    with signals.held():
+        from kestrel_cuda.bench import measure
 
     keeps, policies, evicts = options.bench_windows(settings)
     return measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,6 +21,10 @@ class ExitCode(IntEnum):
     USER = 2
     INTERNAL = 3
     STDOUT_CLOSED = 141
+
+
+_OUT_OF_MEMORY = ("can't start new thread", "Cannot allocate memory", "failed to map segment")
+"""What Python and the dynamic loader say where a limit of the system (ulimit) leaves them no room."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,15 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(ExitCode.USER, error.kind, one_line(str(error)))
         case typer.TyperException():
             usage = one_line(error.format_message()).rstrip(".")
-            return Failure(ExitCode.USER, SettingError.kind, f"{usage}; see {PROGRAM} --help")
+            context = getattr(error, "ctx", None)
+            where = PROGRAM if context is None else context.command_path
+            return Failure(ExitCode.USER, SettingError.kind, f"{usage}; see {where} --help")
         case MemoryError():
             # CuPy's out-of-memory error is one of these too.
             detail = one_line(str(error)) or "no more to be had"
             return Failure(ExitCode.USER, UserError.kind, f"out of memory: {detail}")
+        case RuntimeError() | ImportError() if line := _line_of(str(error), _OUT_OF_MEMORY):
+            return Failure(ExitCode.USER, UserError.kind, f"out of memory or threads: {one_line(line)}")
         case OSError():
             where = f"{error.filename}: " if error.filename is not None else ""
             return Failure(ExitCode.USER, UserError.kind, one_line(f"{where}{error.strerror or error}"))
@@ -58,3 +67,8 @@ def failure_of(error: BaseException) -> Failure:
             detail = one_line(str(error))
             text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
             return Failure(ExitCode.INTERNAL, InternalError.kind, f"internal error: {text}")
+
+
+def _line_of(text: str, phrases: Sequence[str]) -> str:
+    """The first line that holds one of the phrases: a package may wrap pages of advice around it."""
+    return next((line for line in text.splitlines() if any(phrase in line for phrase in phrases)), "")

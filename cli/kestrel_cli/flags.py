@@ -15,7 +15,11 @@ from kestrel_cli.output import Output
 
 Given = Mapping[str, str | bool]
 
-Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to ask; - or nothing: read standard input.")]
+PROMPT_HELP = (
+    "What to ask, in quotes where it has blanks. - reads standard input, be it empty; without PROMPT standard input is "
+    "read when it is no terminal, and where that is empty a built-in question is asked."
+)
+Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help=PROMPT_HELP)]
 PromptFile = Annotated[str | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file.")]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]
 Messages = Annotated[
@@ -28,11 +32,20 @@ MaxNewTokens = Annotated[
     str | None, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.  [default: 256]")
 ]
 IgnoreEos = Annotated[
-    bool | None, typer.Option("--ignore-eos/--no-ignore-eos", help="Go on after an end token.", show_default=False)
+    bool | None,
+    typer.Option(
+        "--ignore-eos/--no-ignore-eos",
+        help="Go on after an end token.  [default: no-ignore-eos]",
+        show_default=False,
+    ),
 ]
 Logits = Annotated[
     str | None,
-    typer.Option("--logits", metavar="FILE.npz", help="Save prompt_logits [S,V] and step_logits [n,V] in float32."),
+    typer.Option(
+        "--logits",
+        metavar="FILE.npz",
+        help="Save prompt_logits [S,V] and step_logits [n,V] in float32; a link is followed.",
+    ),
 ]
 Expect = Annotated[
     str | None,
@@ -48,7 +61,12 @@ Model = Annotated[
     typer.Option("--model", "-m", metavar="DIR", help="The checkpoint's folder.  [default: the small embedded one]"),
 ]
 Profile = Annotated[
-    str | None, typer.Option("--profile", metavar="NAME|FILE", help="Settings from configs/NAME.toml or a file.")
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        help="Settings from a shipped profile (default, low-vram, ...) or a .toml file.",
+    ),
 ]
 Backend = Annotated[
     str | None, typer.Option("--backend", metavar="auto|cuda|cpu", help="Where to compute.  [default: auto]")
@@ -66,7 +84,9 @@ Kv = Annotated[
 ]
 Ctx = Annotated[
     str | None,
-    typer.Option("--ctx", "-c", metavar="N", help="Tokens the key-value cache holds.  [default: what the run needs]"),
+    typer.Option(
+        "--ctx", "-c", metavar="N", help="Tokens the key-value cache holds.  [default: prompt and new tokens]"
+    ),
 ]
 Keep = Annotated[
     str | None,
@@ -86,15 +106,27 @@ Prefetch = Annotated[
 ]
 Evict = Annotated[
     str | None,
-    typer.Option("--evict", metavar="pool|free", help="Keep evicted buffers, or free them, to see its cost."),
+    typer.Option(
+        "--evict",
+        metavar="pool|free",
+        help="Keep evicted buffers for reuse, or free them, to see its cost.  [default: pool]",
+    ),
 ]
 Lazy = Annotated[
     bool | None,
-    typer.Option("--lazy/--no-lazy", help="Upload weights when first needed, not before.", show_default=False),
+    typer.Option(
+        "--lazy/--no-lazy",
+        help="Upload weights when first needed, not before the first token.  [default: no-lazy]",
+        show_default=False,
+    ),
 ]
 StripCache = Annotated[
     str | None,
-    typer.Option("--strip-cache", metavar="DIR", help="Save the packed weights there and find them the next time."),
+    typer.Option(
+        "--strip-cache",
+        metavar="DIR",
+        help="Save the packed weights there and find them the next time.  [default: none]",
+    ),
 ]
 HostKeep = Annotated[
     str | None,
@@ -115,7 +147,12 @@ CacheBudget = Annotated[
     typer.Option("--cache-budget", metavar="seeds|SIZE", help="Device memory for weights.  [default: what is left]"),
 ]
 PrefillChunk = Annotated[
-    str | None, typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens computed at a time.")
+    str | None,
+    typer.Option(
+        "--prefill-chunk",
+        metavar="N",
+        help="Prompt tokens computed at a time.  [default: what fits, up to 512, or 2048 under a window]",
+    ),
 ]
 
 SweepKeep = Annotated[

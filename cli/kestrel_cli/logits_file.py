@@ -1,8 +1,9 @@
-"""The file that --logits writes: complete under its name, or not there at all."""
+"""The file that --logits writes: complete under its name, or not there at all. A link is followed to its file."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
 
 def check_writable(path: Path) -> None:
     """Refuse a path that cannot be written, before a run is spent on it. Raises SettingError."""
-    if path.exists() and not path.is_file():
-        raise SettingError(f"--logits {path}: not a file; needed: the path of one, or of nothing yet")
     with _refusing(path):
-        temporary = _temporary(path)
+        target = _target(path)
+        if target.exists():
+            if not target.is_file():
+                raise SettingError(f"--logits {path}: not a file; needed: the path of one, or of nothing yet")
+            # A rename would replace it all the same, as root may: the mode is the owner's word.
+            if not target.stat().st_mode & 0o222 or not os.access(target, os.W_OK):
+                raise SettingError(f"--logits {path}: the file is read-only; give another, or make it writable")
+        temporary = _temporary(target)
         temporary.touch(exist_ok=False)
         temporary.unlink()
 
@@ -30,11 +36,14 @@ def save(path: Path, prompt_logits: NDArray[np.float32], step_logits: NDArray[np
     import numpy as np
 
     with _refusing(path):
-        temporary = _temporary(path)
+        target = _target(path)
+        temporary = _temporary(target)
         try:
             with temporary.open("xb") as file:
                 np.savez(file, prompt_logits=prompt_logits, step_logits=step_logits)
-            temporary.replace(path)
+            if target.exists():
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -45,8 +54,15 @@ def _refusing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingError(f"--logits {path}: cannot be written: {error.strerror}") from error
+    except RuntimeError as error:
+        # What pathlib makes of a ring of links.
+        raise SettingError(f"--logits {path}: cannot be written: {error}") from error
 
 
-def _temporary(path: Path) -> Path:
-    # In the same folder: a rename does not cross file systems.
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
+def _target(path: Path) -> Path:
+    return path.resolve()
+
+
+def _temporary(target: Path) -> Path:
+    # In the same folder, since a rename does not cross file systems; short, since the name may be as long as allowed.
+    return target.with_name(f".kestrel-{os.getpid()}-{os.urandom(4).hex()}.part")

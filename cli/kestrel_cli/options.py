@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kestrel_cli import values
 from kestrel_cli.settings import Conflict, Setting, Settings, resolve
+from kestrel_cli.strays import stray_variables
 from kestrel_cuda.config import DEFAULT_PREFETCH, CacheBudget, EngineConfig, Evict, KvDtype, Policy, Quant
 from kestrel_cuda.errors import SettingError
 from kestrel_cuda.profiles import load_profile
@@ -38,7 +39,9 @@ def _show_keeps(keeps: tuple[int, ...] | None) -> tuple[int | str, ...] | None:
     return None if keeps is None else tuple(keep or "off" for keep in keeps)
 
 
-PROFILE = Setting[str | None]("profile", None, "a profile's name or a .toml file", str, variable="KESTREL_CUDA_PROFILE")
+PROFILE = Setting[str | None](
+    "profile", None, "a profile's name or a .toml file", values.non_empty, variable="KESTREL_CUDA_PROFILE"
+)
 MODEL = Setting[Path](
     "model",
     Path(str(files("kestrel_cuda"))) / "data" / "tiny-random",
@@ -98,9 +101,9 @@ PREFILL_CHUNK = Setting[int | None](
 )
 
 PROMPT = Setting[str | None]("prompt", None, "text", str, is_option=False)
-PROMPT_FILE = Setting[Path | None]("prompt_file", None, _FILE, values.path, variable="KESTREL_CUDA_PROMPT_FILE")
+PROMPT_FILE = Setting[Path | None]("prompt_file", None, _FILE, values.file, variable="KESTREL_CUDA_PROMPT_FILE")
 SYSTEM = Setting[str | None]("system", None, "text", str, variable="KESTREL_CUDA_SYSTEM")
-MESSAGES = Setting[Path | None]("messages", None, _FILE, values.path, variable="KESTREL_CUDA_MESSAGES")
+MESSAGES = Setting[Path | None]("messages", None, _FILE, values.file, variable="KESTREL_CUDA_MESSAGES")
 RAW = Setting[bool]("raw", False)
 _IDS = "token ids separated by commas, like 1,2,3"
 IDS = Setting[tuple[int, ...] | None]("ids", None, _IDS, values.token_ids, variable="KESTREL_CUDA_IDS")
@@ -108,7 +111,7 @@ MAX_NEW_TOKENS = Setting[int](
     "max_new_tokens", 256, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_MAX_NEW_TOKENS"
 )
 IGNORE_EOS = Setting[bool]("ignore_eos", False)
-LOGITS = Setting[Path | None]("logits", None, _FILE, values.path, variable="KESTREL_CUDA_LOGITS")
+LOGITS = Setting[Path | None]("logits", None, _FILE, values.named_file, variable="KESTREL_CUDA_LOGITS")
 EXPECT = Setting[tuple[int, ...] | None]("expect", None, _IDS, values.token_ids, variable="KESTREL_CUDA_EXPECT")
 TABLE = Setting[TableRows](
     "table", "last", "last, all or none", values.one_of("last", "all", "none"), variable="KESTREL_CUDA_TABLE"
@@ -179,14 +182,20 @@ def settle(known: tuple[Setting[Any], ...], flags: Mapping[str, str | bool], var
     """Every setting of a command, the profile that --profile or its variable names laid below them."""
     chosen = resolve((PROFILE,), (), flags, variables, None)[PROFILE]
     settings = resolve(known, CONFLICTS, flags, variables, load_profile(chosen) if chosen is not None else None)
+    settings.warnings += stray_variables((*RUN, *BENCH_ONE, *BENCH_SWEEP), variables)
     if settings[BACKEND] == "cpu" and settings.source(DEVICE) == "flag":
-        raise SettingError(f"--device chooses a GPU, and {_named(settings, BACKEND)} asks for the CPU backend")
+        raise SettingError(f"--device chooses a GPU, and {settings.label(BACKEND)} asks for the CPU backend")
+    if HOST_KEEP in settings and settings[HOST_KEEP] and settings[STRIP_CACHE] is None:
+        raise SettingError(
+            f"{settings.label(HOST_KEEP)} {settings[HOST_KEEP]} reads layers from disk as they are needed and so needs "
+            "--strip-cache DIR"
+        )
     if TABLE in known and settings[QUIET] and settings.source(TABLE) == "flag" and settings[TABLE] != "none":
         raise SettingError("--quiet and --table contradict each other: the table is printed on standard error")
     expected = settings[EXPECT] if EXPECT in known else None
     if expected is not None and len(expected) > settings[MAX_NEW_TOKENS]:
         raise SettingError(
-            f"{_named(settings, EXPECT)} lists {len(expected)} ids, but at most {settings[MAX_NEW_TOKENS]} are chosen; "
+            f"{settings.label(EXPECT)} lists {len(expected)} ids, but at most {settings[MAX_NEW_TOKENS]} are chosen; "
             "raise --max-new-tokens"
         )
     return settings
@@ -203,9 +212,11 @@ def settle_bench(flags: Mapping[str, str | bool], variables: Mapping[str, str]) 
     return settle(BENCH_SWEEP if sweeps else BENCH_ONE, flags, variables)
 
 
-def _named(settings: Settings, setting: Setting[Any]) -> str:
-    source = settings.source(setting)
-    return setting.flag if source == "flag" else source
+def unused_device(settings: Settings, backend: str) -> list[str]:
+    """A warning where somebody chose a GPU and there was none to use."""
+    if backend != "cpu" or not (settings[DEVICE] or settings.source(DEVICE) == "flag"):
+        return []
+    return [f"{settings.label(DEVICE)} {settings[DEVICE]} is not followed: it chooses a GPU, and this ran on the CPU"]
 
 
 def selftest_config(settings: Settings) -> EngineConfig:

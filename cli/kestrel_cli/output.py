@@ -15,6 +15,8 @@ from kestrel_cuda.errors import UserError
 
 PROGRAM = "kestrel-cuda"
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
 
 class StdoutClosed(Exception):
     """Nobody reads standard output any more, so there is nothing left to do and nobody to tell."""
@@ -32,6 +34,10 @@ class Output:
         if text and not self.as_json:
             _write(sys.stdout, text)
 
+    def model_text(self, text: str) -> None:
+        """The same for text that a model wrote: a terminal is shown its control characters, and obeys none."""
+        self.text(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+
     def result(self, result: dict[str, object]) -> None:
         """Write the object of --json; nothing without it."""
         if self.as_json and not self._object_written:
@@ -39,9 +45,17 @@ class Output:
             _write(sys.stdout, json.dumps(result) + "\n")
 
     def error(self, kind: str, message: str) -> None:
-        """The one line of an error, and with --json its object unless the command has already written one."""
-        error_line(f"{PROGRAM}: {message}\n")
-        self.result({"error": error_object(kind, message)})
+        """The one line of an error, and with --json its object unless the command has already written one.
+
+        Where standard output does not take the object, the line says so. Raises StdoutClosed.
+        """
+        line = message
+        try:
+            self.result({"error": error_object(kind, message)})
+        except UserError as error:
+            line = f"{message} ({error})"
+        finally:
+            error_line(f"{PROGRAM}: {line}\n")
 
 
 def error_object(kind: str, message: str) -> dict[str, str]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from kestrel_cli import options
+from kestrel_cli.conversation import Say, read_conversation
 from kestrel_cli.settings import Settings
 from kestrel_cuda.errors import InputError
+from kestrel_cuda.inputs.messages import Message
 
 BUILT_IN_QUESTION = "What is a residency window, in one sentence?"
-_ROLES = ("system", "user", "assistant", "tool")
 _STDIN = Path("-")
-
-Message = dict[str, object]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,8 @@ def standard_input() -> BinaryIO | None:
     return None if sys.stdin is None or sys.stdin.closed else sys.stdin.buffer
 
 
-def read_prompt(settings: Settings, stdin: BinaryIO | None, say: Say) -> Prompt:
-    """The prompt that the settings name; `say` hears what is worth knowing of where it comes from.
+def read_prompt(settings: Settings, stdin: BinaryIO | None, say: Say, warn: Say) -> Prompt:
+    """The prompt that the settings name; `say` hears where it comes from, `warn` what of it goes unused.
 
     Raises InputError when a source cannot be read, is not UTF-8, or is empty with --raw.
     """
@@ -61,7 +57,7 @@ def read_prompt(settings: Settings, stdin: BinaryIO | None, say: Say) -> Prompt:
         return IdsPrompt(list(ids))
     messages_file = settings[options.MESSAGES]
     if messages_file is not None:
-        return ChatPrompt(_conversation(_file_text(messages_file, stdin, say), str(messages_file), say))
+        return ChatPrompt(read_conversation(_file_text(messages_file, stdin, say), str(messages_file), warn))
     text = _text(settings, stdin, say)
     if settings[options.RAW]:
         if not text:
@@ -123,46 +119,18 @@ def decode(data: bytes, source: str) -> str:
 
 
 def _unicode(text: str, source: str) -> str:
-    """Text from the command line or a variable; bytes that were not UTF-8 there arrive as lone surrogates."""
+    """Text from the command line or a variable, which are UTF-8 also where the locale says otherwise."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        offset = len(os.fsencode(text[: error.start]))
-        raise InputError(f"{source}: not UTF-8 at byte {offset}") from error
-    return text
+        # What the locale could not decode came as surrogates, and what it decoded may have meant something else.
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeEncodeError:
+        # Characters that the locale lacks did not come through it.
+        return text
+    except UnicodeDecodeError as error:
+        if not any("\udc80" <= character <= "\udcff" for character in text):
+            return text
+        raise InputError(f"{source}: not UTF-8 at byte {error.start}") from error
 
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def _conversation(text: str, source: str, say: Say) -> list[Message]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{source}: not JSON: {error}") from error
-    if isinstance(document, dict) and "messages" in document:
-        ignored = sorted(set(document) - {"messages"})
-        if ignored:
-            say(f"{source}: only messages is used, not {', '.join(ignored)}")
-        document = document["messages"]
-    if not isinstance(document, list) or not document:
-        raise InputError(f"{source}: not a conversation; needed: a list of messages, or an object with messages")
-    return [_checked(message, f"{source}: message {index}") for index, message in enumerate(document)]
-
-
-def _checked(message: object, where: str) -> Message:
-    """One message with a known role and its content as one text."""
-    if not isinstance(message, dict) or set(message) != {"role", "content"}:
-        raise InputError(f"{where} is not an object with role and content, and nothing else")
-    role, content = message["role"], message["content"]
-    if role not in _ROLES:
-        raise InputError(f"{where} has the role {role!r}; known: {', '.join(_ROLES)}")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return _message(role, "".join(_part_text(part, where) for part in parts))
-
-
-def _part_text(part: object, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InputError(f"{where} has content that is not text; pictures cannot be asked about yet")
-    return _unicode(part["text"], where)

@@ -6,9 +6,12 @@ Text of the model or of a file is never markup here, and never a control charact
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from textwrap import wrap
 from typing import TextIO, cast
 
 from rich import box
@@ -19,10 +22,14 @@ from rich.text import Text
 
 from kestrel_cli.options import TableRows
 from kestrel_cli.output import LossyStderr, escape_controls
+from kestrel_cli.settings import Settings
+from kestrel_cli.settings_lines import settings_lines
 from kestrel_cuda.report import LoadReport, RunReport, Token
 from kestrel_cuda.sizes import format_size
 
 _LAST_ROWS = 32
+_LABEL_WIDTH = 13
+_LEAST_WIDTH, _USUAL_WIDTH = 40, 80
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -32,8 +39,11 @@ class Screen:
 
     def __init__(self, quiet: bool, variables: Mapping[str, str]) -> None:
         self._fancy = is_fancy(sys.stderr, variables)
+        self._width = _width_of(sys.stderr, variables)
+        self._breaks_lines = sys.stderr.isatty()
         self._console = Console(
             file=cast(TextIO, LossyStderr()),
+            width=self._width,
             quiet=quiet,
             force_terminal=self._fancy,
             color_system="auto" if self._fancy else None,
@@ -69,21 +79,22 @@ class Screen:
             yield advance
 
     def note(self, text: str) -> None:
-        self._console.print(Text(escape_controls(text)))
+        self._line(Text(self._wrapped(escape_controls(text), "")))
 
-    def warnings(self, texts: Iterable[str]) -> None:
-        for text in texts:
-            self._console.print(Text("warning: ", style="yellow"), Text(escape_controls(text)), sep="")
+    def warning(self, text: str) -> None:
+        lead = "warning: "
+        self._line(Text(lead, style="yellow"), Text(self._wrapped(escape_controls(text), lead)))
 
-    def load_report(self, load: LoadReport, settings: Mapping[str, Mapping[str, object]]) -> None:
+    def load_report(self, load: LoadReport, settings: Settings) -> None:
         """What was loaded, where to, and with which settings."""
         window = "every layer resident" if load.keep == 0 else f"window of {load.keep} of {load.num_layers} layers"
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in load.dtypes.items())
         quant = ", ".join(f"{name} {kind}" for name, kind in load.quant.items())
         end_ids = ", ".join(map(str, load.eos_ids)) or "none"
+        model = f"{Path(load.model).name}: {load.num_layers} layers, {load.num_weights} weights; stored as {dtypes}"
         self._facts(
             [
-                ("model", f"{load.model}: {load.num_layers} layers, {load.num_weights} weights; stored as {dtypes}"),
+                ("model", model),
                 ("quant", f"{quant}{'; lm_head tied to the embeddings' if load.tied else ''}"),
                 ("prompt form", f"template: {load.template_source or 'none'}; end ids: {end_ids}"),
                 ("backend", f"{load.backend}, {load.device}; {window}; embeddings on the {load.embeddings_on}"),
@@ -93,12 +104,14 @@ class Screen:
             ]
         )  # fmt: skip
         self.settings(settings)
-        for text in load.notes:
-            self.note(text)
 
-    def settings(self, settings: Mapping[str, Mapping[str, object]]) -> None:
+    def settings(self, settings: Settings) -> None:
         """Every setting and its value, under the source it came from."""
-        self._facts([("settings", line) for line in _by_source(settings)])
+        self._facts([("settings", line) for line in settings_lines(settings)])
+
+    def backend(self, name: str, device: str) -> None:
+        """Where a command without a load report computes."""
+        self._facts([("backend", f"{name}, {device}")])
 
     def table(self, tokens: Sequence[Token], end_ids: Iterable[int], rows: TableRows) -> None:
         """One row a token: step, id, text piece, milliseconds; the last 32 unless all are asked for."""
@@ -144,31 +157,43 @@ class Screen:
         previous = ""
         for name, fact in facts:
             label = "" if name == previous else name
-            self._console.print(Text(f"{label:12}", style="bold"), Text(escape_controls(fact)))
+            lines = _broken(escape_controls(fact), self._width - _LABEL_WIDTH, "  ")
+            for line in lines:
+                self._line(Text(f"{label:{_LABEL_WIDTH}}", style="bold"), Text(line))
+                label = ""
             previous = name
+
+    def _wrapped(self, text: str, lead: str) -> str:
+        """On a terminal broken between words; elsewhere one line, which is a line to whatever reads it."""
+        if not self._breaks_lines:
+            return text
+        return "\n".join(_broken(lead + text, self._width, "  ")).removeprefix(lead)
+
+    def _line(self, *texts: Text) -> None:
+        self._console.print(*texts, sep="")
+
+
+def _broken(text: str, width: int, indent: str) -> list[str]:
+    """Lines of at most `width` unless a single word is longer, all but the first indented."""
+    return wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _width_of(stream: TextIO, variables: Mapping[str, str]) -> int:
+    """Columns to write: COLUMNS, else the terminal's, else 80; never so few that a table has no room for its cells."""
+    columns = variables.get("COLUMNS", "")
+    if columns.isdecimal() and columns.isascii() and len(columns) < 5 and int(columns):
+        return max(_LEAST_WIDTH, int(columns))
+    try:
+        found = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        found = 0
+    return max(_LEAST_WIDTH, found or _USUAL_WIDTH)
 
 
 def is_fancy(stream: TextIO, variables: Mapping[str, str]) -> bool:
     """Whether a stream is a terminal that NO_COLOR and TERM=dumb leave colour to."""
     dumb = variables.get("TERM", "") in ("dumb", "unknown")
     return stream.isatty() and not dumb and not variables.get("NO_COLOR")
-
-
-def _by_source(settings: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """One line a source, what somebody chose before what nobody did."""
-    lines: dict[str, list[str]] = {}
-    for name, setting in settings.items():
-        lines.setdefault(str(setting["source"]), []).append(f"{name}={_words(setting['value'])}")
-    defaults = lines.pop("default", [])
-    return [f"{source}: {' '.join(words)}" for source, words in {**lines, "default": defaults}.items()]
-
-
-def _words(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return "unset" if value is None else str(value)
 
 
 def _read_rate(run: RunReport) -> str:

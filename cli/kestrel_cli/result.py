@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kestrel_cli.heard import Heard
 from kestrel_cli.settings import Settings
 from kestrel_cuda import __version__
 from kestrel_cuda.report import LoadReport, RunReport
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kestrel_cuda.bench import BenchReport
 
 
-def run_result(load: LoadReport, run: RunReport, settings: Settings, warnings: Iterable[str]) -> dict[str, object]:
+def run_result(load: LoadReport, run: RunReport, settings: Settings, heard: Heard) -> dict[str, object]:
     """Everything a run says, in plain JSON types."""
     return {
         "version": __version__,
@@ -36,11 +36,11 @@ def run_result(load: LoadReport, run: RunReport, settings: Settings, warnings: I
         "residency": asdict(run.residency),
         "timing": asdict(run.timing),
         "logits_sha256": run.logits_sha256,
-        "warnings": list(warnings),
+        **heard.as_json(),
     }
 
 
-def bench_result(report: BenchReport, settings: Settings) -> dict[str, object]:
+def bench_result(report: BenchReport, settings: Settings, heard: Heard) -> dict[str, object]:
     """Everything a bench measured, in plain JSON types."""
     return {
         "version": __version__,
@@ -54,4 +54,5 @@ def bench_result(report: BenchReport, settings: Settings) -> dict[str, object]:
         "all_equal": report.all_equal,
         "settings": settings.as_json(),
         "rows": [asdict(row) for row in report.rows],
+        **heard.as_json(),
     }

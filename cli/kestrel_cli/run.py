@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from kestrel_cli import flags, logits_file, options
+from kestrel_cli import flags, logits_file, options, signals
+from kestrel_cli.context import context_of
+from kestrel_cli.failures import failure_of
+from kestrel_cli.heard import Heard
 from kestrel_cli.output import Output, error_object
 from kestrel_cli.prompt import ChatPrompt, IdsPrompt, Prompt, RawPrompt, read_prompt, standard_input
 from kestrel_cli.result import run_result
 from kestrel_cli.settings import Settings
 from kestrel_cuda.config import EngineConfig
-from kestrel_cuda.errors import CheckFailed, InputError, InternalError
+from kestrel_cuda.errors import CheckFailed, InternalError
 from kestrel_cuda.report import RunReport, Token
 
 if TYPE_CHECKING:
@@ -67,21 +70,25 @@ def run(
 
 def answer(given: flags.Given, variables: Mapping[str, str], output: Output) -> None:
     """Do what `run` was asked. Raises CheckFailed when --expect does not hold, KeyboardInterrupt after a signal."""
-    from kestrel_cli.render import Screen
+    with signals.held():
+        from kestrel_cli.render import Screen
 
     settings = options.settle(options.RUN, given, variables)
     screen = Screen(settings[options.QUIET], variables)
-    prompt = read_prompt(settings, standard_input(), screen.note)
-    logits_path = settings[options.LOGITS]
-    if logits_path is not None:
-        logits_file.check_writable(logits_path)
-    with closing(open_engine(options.run_config(settings))) as engine:
-        _answer(engine, _encode(engine, prompt), settings, screen, output)
+    heard = Heard(screen, settings)
+    prompt = read_prompt(settings, standard_input(), heard.note, heard.warn)
+    with settings.naming_sources():
+        logits_path = settings[options.LOGITS]
+        if logits_path is not None:
+            logits_file.check_writable(logits_path)
+        with closing(open_engine(options.run_config(settings))) as engine:
+            _answer(engine, _encode(engine, prompt), settings, screen, heard, output)
 
 
 def open_engine(config: EngineConfig) -> Engine:
     # The engine brings NumPy and the tokenizer with it, which --help and a mistyped flag need not wait for.
-    from kestrel_cuda.engine import Engine
+    with signals.held():
+        from kestrel_cuda.engine import Engine
 
     return Engine.open(config)
 
@@ -96,51 +103,62 @@ def _encode(engine: Engine, prompt: Prompt) -> list[int]:
             return engine.check_ids(ids)
 
 
-def _answer(engine: Engine, prompt_ids: list[int], settings: Settings, screen: Screen, output: Output) -> None:
-    max_new_tokens = settings[options.MAX_NEW_TOKENS]
-    ctx = settings[options.CTX] or len(prompt_ids) + max_new_tokens
-    room = room_for_answer(len(prompt_ids), ctx)
-    warnings = list(engine.checkpoint.warnings)
-    if room < max_new_tokens:
-        warnings.append(f"at most {room} new tokens: {ctx} of context less {len(prompt_ids)} of the prompt")
+def _answer(
+    engine: Engine, prompt_ids: list[int], settings: Settings, screen: Screen, heard: Heard, output: Output
+) -> None:
+    context = context_of(settings, len(prompt_ids), engine.checkpoint.config.text.max_positions)
     with screen.progress() as on_progress:
-        load = engine.load(ctx, num_prompt=len(prompt_ids), on_progress=on_progress)
-    screen.load_report(load, settings.as_json())
-    warnings += [text for text in load.warnings if text not in warnings]
-    screen.warnings(warnings)
+        load = engine.load(context.num_slots, num_prompt=len(prompt_ids), on_progress=on_progress)
+    screen.load_report(load, settings)
+    heard.add(load.notes, load.warnings)
+    heard.add((), options.unused_device(settings, load.backend))
+    if context.warning:
+        heard.warn(context.warning)
 
     generation = engine.generate(
-        prompt_ids, min(max_new_tokens, room), settings[options.IGNORE_EOS], logits=_logits_wanted(settings)
+        prompt_ids, context.max_new_tokens, settings[options.IGNORE_EOS], logits=_logits_wanted(settings)
     )
-    tokens, interrupt = _stream(generation, output)
-    run = generation.report()
-    output.text(_closing_lines(run, "".join(token.text for token in tokens)))
-    late = [*run.warnings, *_save_logits(generation, settings[options.LOGITS], interrupt)]
-    late = [text for text in late if text not in warnings]
-    screen.warnings(late)
+    tokens, ended_by = _stream(generation, output)
+    # From here on a signal waits: what the run has is printed before it ends.
+    with signals.held():
+        run = generation.report()
+        output.model_text(_closing_text(run, tokens))
+        output.text(_token_ids_line(run))
+        heard.add((), run.warnings)
+        if ended_by is None:
+            ended_by = _failure_afterwards(generation, run, settings)
+        elif settings[options.LOGITS] is not None:
+            heard.warn(f"{settings[options.LOGITS]}: not written, the run was interrupted")
+        result = run_result(load, run, settings, heard)
+        if ended_by is not None and run.stop_reason != "interrupt":
+            failure = failure_of(ended_by)
+            result["error"] = error_object(failure.kind, failure.message)
+        output.result(result)
+        screen.table(tokens, load.eos_ids, settings[options.TABLE])
+        screen.summary(load, run)
+    if ended_by is not None:
+        raise ended_by
 
-    expected = settings[options.EXPECT]
-    divergence = None if expected is None or interrupt else divergence_of(expected, run.ids)
-    result = run_result(load, run, settings, [*warnings, *late])
-    if divergence:
-        result["error"] = error_object(CheckFailed.kind, divergence)
-    output.result(result)
-    screen.table(tokens, load.eos_ids, settings[options.TABLE])
-    screen.summary(load, run)
-    if interrupt:
-        raise interrupt
+
+def _failure_afterwards(generation: Generation, run: RunReport, settings: Settings) -> BaseException | None:
+    """Save the logits and compare with --expect. What goes wrong is handed back: the answer is there all the same."""
+    try:
+        # Logits may be many gigabytes.
+        signals.release()
+        with settings.naming_sources():
+            _save_logits(generation, settings[options.LOGITS])
+        _check_expected(settings[options.EXPECT], run.ids)
+    except BaseException as error:
+        return error
+    finally:
+        signals.hold()
+    return None
+
+
+def _check_expected(expected: Sequence[int] | None, chosen: Sequence[int]) -> None:
+    divergence = None if expected is None else divergence_of(expected, chosen)
     if divergence:
         raise CheckFailed(divergence)
-
-
-def room_for_answer(num_prompt_tokens: int, ctx: int) -> int:
-    """New tokens that fit behind the prompt. Raises InputError when not one does: a prompt is never cut."""
-    if num_prompt_tokens >= ctx:
-        raise InputError(
-            f"the prompt has {num_prompt_tokens} tokens and the context holds {ctx}; "
-            f"needed: --ctx {num_prompt_tokens + 1} or more"
-        )
-    return ctx - num_prompt_tokens
 
 
 def divergence_of(expected: Sequence[int], chosen: Sequence[int]) -> str | None:
@@ -159,34 +177,34 @@ def _logits_wanted(settings: Settings) -> Literal["none", "hash", "keep"]:
     return "hash" if settings[options.JSON] else "none"
 
 
-def _stream(generation: Generation, output: Output) -> tuple[list[Token], KeyboardInterrupt | None]:
+def _stream(generation: Generation, output: Output) -> tuple[list[Token], BaseException | None]:
     """Print the answer as it comes; a signal ends it early and is handed back."""
     tokens: list[Token] = []
     try:
         for token in generation:
             # Noted first: a signal that arrives in the write must not make it come out twice.
             tokens.append(token)
-            output.text(token.text)
+            output.model_text(token.text)
     except KeyboardInterrupt as interrupt:
         generation.interrupt()
         return tokens, interrupt
     return tokens, None
 
 
-def _closing_lines(run: RunReport, written: str) -> str:
-    """What is still to be printed: text held back inside a character, a line end if one is missing, TOKIDS."""
-    line_end = "" if not run.text or run.text.endswith("\n") else "\n"
-    token_ids = " ".join(["TOKIDS:", *map(str, run.ids)])
-    return f"{run.text[len(written) :]}{line_end}{token_ids}\n"
+def _closing_text(run: RunReport, tokens: Sequence[Token]) -> str:
+    """What is still to be printed of the answer: text held back inside a character, a line end if one is missing."""
+    num_written = sum(len(token.text) for token in tokens)
+    return run.text[num_written:] + ("" if not run.text or run.text.endswith("\n") else "\n")
 
 
-def _save_logits(generation: Generation, path: Path | None, interrupt: KeyboardInterrupt | None) -> list[str]:
+def _token_ids_line(run: RunReport) -> str:
+    return " ".join(["TOKIDS:", *map(str, run.ids)]) + "\n"
+
+
+def _save_logits(generation: Generation, path: Path | None) -> None:
     if path is None:
-        return []
-    if interrupt:
-        return [f"{path}: not written, the run was interrupted"]
+        return
     prompt_logits, step_logits = generation.prompt_logits, generation.step_logits
     if prompt_logits is None or step_logits is None:
         raise InternalError("logits were asked for and not kept")
     logits_file.save(path, prompt_logits, step_logits)
-    return []

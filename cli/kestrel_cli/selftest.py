@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kestrel_cli import flags, options
+from kestrel_cli import flags, options, signals
+from kestrel_cli.heard import Heard
 from kestrel_cli.output import Output, error_object, escape_controls
 from kestrel_cuda import __version__
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from kestrel_cuda.selftest import Check, SelftestReport
+    from kestrel_cuda.selftest import Check, OnOpen, SelftestReport
 
 
 def selftest(
@@ -42,21 +43,32 @@ def selftest(
 
 def check(given: flags.Given, variables: Mapping[str, str], output: Output) -> None:
     """Do what `selftest` was asked. Raises CheckFailed when a check did not pass."""
-    from kestrel_cli.render import Screen
+    with signals.held():
+        from kestrel_cli.render import Screen
 
     settings = options.settle(options.SELFTEST, given, variables)
     screen = Screen(settings[options.QUIET], variables)
     config = options.selftest_config(settings)
-    screen.settings(settings.as_json())
-    report = run_checks(config, lambda one: output.text(_line(one)))
+    screen.settings(settings)
+    heard = Heard(screen, settings)
+
+    def opened(backend: str, device: str, reason: str | None) -> None:
+        screen.backend(backend, device)
+        heard.add([f"running on the CPU: {reason}"] if reason else [], options.unused_device(settings, backend))
+
+    with settings.naming_sources():
+        report = run_checks(config, opened, lambda one: output.text(_line(one)))
     failed = [one.name for one in report.checks if not one.passed and not one.skipped]
     message = f"{len(failed)} of {len(report.checks)} checks failed: {', '.join(failed)}"
     result: dict[str, object] = {
         "version": __version__,
         "model": str(config.model),
+        "backend": report.backend,
+        "device": report.device,
         "passed": report.passed,
         "checks": [asdict(one) for one in report.checks],
         "settings": settings.as_json(),
+        **heard.as_json(),
     }
     if not report.passed:
         result["error"] = error_object(CheckFailed.kind, message)
@@ -64,13 +76,15 @@ def check(given: flags.Given, variables: Mapping[str, str], output: Output) -> N
     if not report.passed:
         raise CheckFailed(message)
     num_skipped = sum(one.skipped for one in report.checks)
-    output.text(f"{len(report.checks) - num_skipped} checks passed, {num_skipped} skipped\n")
+    where = f"{report.backend}, {escape_controls(report.device)}"
+    output.text(f"{len(report.checks) - num_skipped} checks passed, {num_skipped} skipped ({where})\n")
 
 
-def run_checks(config: EngineConfig, on_check: Callable[[Check], None]) -> SelftestReport:
-    from kestrel_cuda.selftest import run_selftest
+def run_checks(config: EngineConfig, on_open: OnOpen, on_check: Callable[[Check], None]) -> SelftestReport:
+    with signals.held():
+        from kestrel_cuda.selftest import run_selftest
 
-    return run_selftest(config, on_check)
+    return run_selftest(config, on_open, on_check)
 
 
 def _line(one: Check) -> str:

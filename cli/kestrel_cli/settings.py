@@ -5,16 +5,21 @@ Pure functions over (flags, variables, profile); knows neither Typer nor the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from kestrel_cuda.errors import SettingError
+from kestrel_cuda.errors import SettingError, UserError
 from kestrel_cuda.profiles import Profile
+from kestrel_cuda.sizes import TooLarge
 
 T = TypeVar("T")
+
+_MOST_QUOTED = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +67,52 @@ class _Given:
 class _Resolved:
     value: Any
     source: str
+    label: str
 
 
 class Settings:
-    """Every setting of a command with its value and where that came from. Index it with a Setting."""
+    """Every setting of a command with its value and where that came from. Index it with a Setting.
 
-    def __init__(self, resolved: Mapping[Setting[Any], _Resolved]) -> None:
+    `notes` say what was given and not read, `warnings` what was set and means nothing.
+    """
+
+    def __init__(self, resolved: Mapping[Setting[Any], _Resolved], notes: Sequence[str] = ()) -> None:
         self._resolved = dict(resolved)
+        self.notes = list(notes)
+        self.warnings: list[str] = []
+
+    def __contains__(self, setting: Setting[Any]) -> bool:
+        return setting in self._resolved
 
     def __getitem__(self, setting: Setting[T]) -> T:
         return cast(T, self._resolved[setting].value)
 
     def source(self, setting: Setting[Any]) -> str:
         return self._resolved[setting].source
+
+    def label(self, setting: Setting[Any]) -> str:
+        """What a message calls a setting: its flag, or the variable or profile that it came from."""
+        return self._resolved[setting].label
+
+    def with_labels(self, text: str) -> str:
+        """A message of the engine, which knows flags alone: where each that nobody typed came from, is added."""
+        origins = [
+            f"{setting.flag} comes from {resolved.label}"
+            for setting, resolved in self._resolved.items()
+            if resolved.source not in ("flag", "default")
+            and resolved.label not in text
+            and re.search(rf"{setting.flag}(?![\w-])", text)
+        ]
+        return f"{text} ({', '.join(origins)})" if origins else text
+
+    @contextmanager
+    def naming_sources(self) -> Iterator[None]:
+        """The same for the errors of a block."""
+        try:
+            yield
+        except UserError as error:
+            error.args = (self.with_labels(str(error)),)
+            raise
 
     def as_json(self) -> dict[str, dict[str, object]]:
         """`{name: {value, source}}`, in the words a flag would take; null where nothing was chosen."""
@@ -106,6 +144,7 @@ def resolve(
     Of two settings that contradict each other the one from the stronger source wins; from equally strong ones it is
     a SettingError.
     """
+    notes = []
     given = {s: found for s in known if (found := _find(s, flags, variables, profile)) is not None}
     for conflict in conflicts:
         one, other = given.get(conflict.one), given.get(conflict.other)
@@ -113,8 +152,11 @@ def resolve(
             continue
         if one.rank == other.rank:
             raise SettingError(f"{one.label} and {other.label} contradict each other: {conflict.reason}")
-        del given[conflict.one if one.rank > other.rank else conflict.other]
-    return Settings({s: _read(s, given[s]) if s in given else _Resolved(s.default, "default") for s in known})
+        weaker, stronger = (one, other) if one.rank > other.rank else (other, one)
+        notes.append(f"{weaker.label} is not read, since {stronger.label} is given: {conflict.reason}")
+        del given[conflict.one if weaker is one else conflict.other]
+    resolved = {s: _read(s, given[s]) if s in given else _Resolved(s.default, "default", s.flag) for s in known}
+    return Settings(resolved, notes)
 
 
 def _find(
@@ -140,13 +182,20 @@ def _read(setting: Setting[Any], given: _Given) -> _Resolved:
     if given.rank is _Rank.VARIABLE and setting.parse_variable is not None:
         parse, takes = setting.parse_variable, setting.variable_takes
     if parse is None and isinstance(given.raw, bool):
-        return _Resolved(given.raw, given.source)
+        return _Resolved(given.raw, given.source, given.label)
     try:
         if parse is None or isinstance(given.raw, bool):
             raise ValueError
-        return _Resolved(parse(given.raw), given.source)
+        return _Resolved(parse(given.raw), given.source, given.label)
+    except TooLarge as error:
+        raise SettingError(f"{given.label} holds {_quoted(given.raw)}, {error}; it takes {takes}") from error
     except ValueError as error:
-        raise SettingError(f"{given.label} holds {given.raw!r}; it takes {takes}") from error
+        raise SettingError(f"{given.label} holds {_quoted(given.raw)}; it takes {takes}") from error
+
+
+def _quoted(raw: str | bool) -> str:
+    text = repr(raw)
+    return text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}... ({len(text) - 2} characters)"
 
 
 def _shown(setting: Setting[Any], value: object) -> object:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -21,17 +23,36 @@ def exit_code_of(interrupt: KeyboardInterrupt) -> int:
     return 128 + (interrupt.signal_number if isinstance(interrupt, Interrupted) else signal.SIGINT)
 
 
+class _Stop:
+    """The handler of both signals. While it is held, the first signal waits instead of being raised."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._waiting: int | None = None
+
+    def __call__(self, signal_number: int, _frame: FrameType | None) -> None:
+        leave_to_system()
+        if not self.is_held:
+            raise Interrupted(signal_number)
+        self._waiting = signal_number
+
+    def release(self) -> None:
+        self.is_held = False
+        number, self._waiting = self._waiting, None
+        if number is not None:
+            raise Interrupted(number)
+
+
+# One, as the process has one handler for each signal.
+_stop = _Stop()
+
+
 def raise_on_first_signal() -> None:
     """Raise Interrupted on the first SIGINT or SIGTERM, and leave a second one to the system's default: the end."""
-
-    def stop(signal_number: int, _frame: FrameType | None) -> None:
-        leave_to_system()
-        raise Interrupted(signal_number)
-
     for number in _STOPPING:
         # A shell starts background jobs with SIGINT ignored, and means it.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stop)
+            signal.signal(number, _stop)
 
 
 def leave_to_system() -> None:
@@ -39,3 +60,23 @@ def leave_to_system() -> None:
     for number in _STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+def hold() -> None:
+    """Let the first signal wait until `release`: in what an exception would leave half done, an import say."""
+    _stop.is_held = True
+
+
+def release() -> None:
+    """Take signals again. Raises Interrupted when one has come meanwhile."""
+    _stop.release()
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """`hold` for the length of a block, then `release`."""
+    hold()
+    try:
+        yield
+    finally:
+        release()

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from kestrel_cuda.sizes import parse_size
+from kestrel_cuda.sizes import TooLarge, parse_size
 
-_DIGITS = re.compile(r"[0-9]{1,18}")
+_DIGITS = re.compile(r"[0-9]+")
+_MOST_DIGITS = 18  # what an int64 holds, whatever they are
 
 Word = TypeVar("Word", bound=str)
 Item = TypeVar("Item")
@@ -19,6 +20,8 @@ def number(text: str) -> int:
     """A whole number in plain digits: no sign, no blanks, no digits of other scripts."""
     if not _DIGITS.fullmatch(text):
         raise ValueError(text)
+    if len(text) > _MOST_DIGITS:
+        raise TooLarge(f"which has more than {_MOST_DIGITS} digits")
     return int(text)
 
 
@@ -82,6 +85,26 @@ def distinct(parse: Callable[[str], Item]) -> Callable[[str], tuple[Item, ...]]:
         return tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
     return parse_list
+
+
+def file(text: str) -> Path:
+    """The path of a file, `-` for a standard stream. Raises ValueError for one that can only be a folder's."""
+    if text.endswith(("/", "/.", "/..")) or text in (".", ".."):
+        raise ValueError(text)
+    return path(text)
+
+
+def named_file(text: str) -> Path:
+    """The same without `-`."""
+    if text == "-":
+        raise ValueError(text)
+    return file(text)
+
+
+def non_empty(text: str) -> str:
+    if not text:
+        raise ValueError(text)
+    return text
 
 
 def path(text: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_cli import app
+from kestrel_cli import program
 from kestrel_cli import run as run_command
 from kestrel_cuda.config import EngineConfig
 from tests.cli.fake_engine import FakeEngine
@@ -57,7 +57,7 @@ class CommandLine:
     def __call__(self, *arguments: str, variables: dict[str, str] | None = None, **fields: Any) -> Ran:
         self.engine, self.fields = None, fields
         self.capture.readouterr()
-        exit_code = app.execute(arguments, variables or {})
+        exit_code = program.execute(arguments, variables or {})
         captured = self.capture.readouterr()
         return Ran(int(exit_code), captured.out, captured.err, self.engine)
 

@@ -33,9 +33,14 @@ class FakeEngine:
     fail_at_load: BaseException | None = None
     fail_at_step: int | None = None
     failure: BaseException | None = None
-    checkpoint: Any = field(default_factory=lambda: SimpleNamespace(warnings=["a stray file"]))
+    max_positions: int = 4096
+    notes: tuple[str, ...] = ("no GPU here",)
     calls: dict[str, Any] = field(default_factory=dict)
     closed: bool = False
+
+    @property
+    def checkpoint(self) -> Any:
+        return SimpleNamespace(config=SimpleNamespace(text=SimpleNamespace(max_positions=self.max_positions)))
 
     def encode_chat(self, messages: list[dict[str, object]]) -> list[int]:
         self.calls["chat"] = messages
@@ -62,7 +67,7 @@ class FakeEngine:
             backend="cpu", device="test device", model=str(self.config.model), num_layers=4, num_weights=29,
             quant={"layers": "q8_0"}, dtypes={"bf16": 30}, tied=True, eos_ids=(END_ID,), template_source="test",
             keep=keep, ctx=ctx, prefill_chunk=64, embeddings_on="device", planned_device_bytes=1 << 20, load_ms=12.5,
-            notes=("no GPU here",), warnings=("a stray file", "scales rounded to zero: 3"),
+            notes=self.notes, warnings=("a stray file", "scales rounded to zero: 3"),
         )  # fmt: skip
 
     def generate(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kestrel_cuda.bench
-from kestrel_cli import app, options
+from kestrel_cli import options, program
 from kestrel_cli.bench_table import bench_text
 from kestrel_cuda.bench import BenchReport, BenchRow
 from kestrel_cuda.config import EngineConfig, Evict, Policy
@@ -39,7 +39,7 @@ class Bench:
 
     def __call__(self, *arguments: str, **variables: str) -> tuple[int, str, str]:
         self.asked = {}
-        exit_code = app.execute(["bench", *arguments], variables)
+        exit_code = program.execute(["bench", *arguments], variables)
         return (int(exit_code), *self.capture.readouterr())
 
 
@@ -209,7 +209,7 @@ class TestOutput:
         result = json.loads(out)
         assert list(result) == [
             *("version", "card", "backend", "prompt_tokens", "new_tokens", "rounds"),
-            *("link_gb_per_s", "device_read_gb_per_s", "all_equal", "settings", "rows"),
+            *("link_gb_per_s", "device_read_gb_per_s", "all_equal", "settings", "rows", "notes", "warnings"),
         ]
         assert (result["card"], result["rounds"], result["link_gb_per_s"]) == ("NVIDIA H200", 5, 55.1)
         assert result["settings"]["keep"] == {"value": "off", "source": "flag"}

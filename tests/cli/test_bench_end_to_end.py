@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_cli import app
+from kestrel_cli import program
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("-n", "4", "--rounds", "1", "--prompt-tokens", "3")
@@ -27,7 +27,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """`bench` of the embedded model on the CPU."""
 
     def call(*arguments: str, **variables: str) -> tuple[int, str, str]:
-        exit_code = app.execute(["bench", *QUICK, *arguments], {"VLLM_CUDA_INFER": "0", **variables})
+        sizes = () if "-n" in arguments else QUICK
+        exit_code = program.execute(["bench", *sizes, *arguments], {"VLLM_CUDA_INFER": "0", **variables})
         return (int(exit_code), *capsys.readouterr())
 
     return call
@@ -80,7 +81,7 @@ class TestEmbeddedModel:
         assert {row["logits_sha256"] for row in (*fresh, *saved, *found)} == {fresh[0]["logits_sha256"]}
 
     def test_more_tokens_than_positions_are_refused(self, run: Run) -> None:
-        assert run("--prompt-tokens", "4096", "--quiet") == (
+        assert run("--prompt-tokens", "4096", "-n", "4", "--quiet") == (
             2,
             "",
             "kestrel-cuda: 4096 prompt tokens and 4 new ones are over the 4096 positions this model has\n",
@@ -159,7 +160,8 @@ class TestProcess:
 
     def test_help_waits_for_nothing_heavy(self) -> None:
         script = (
-            "import sys; from kestrel_cli import app; app.execute(['bench', '--keeps', '1'], {}); print(*sys.modules)"
+            "import sys; from kestrel_cli.program import execute\n"
+            "execute(['bench', '--keeps', '1'], {}); print(*sys.modules)"
         )
         ran = subprocess.run(
             [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True

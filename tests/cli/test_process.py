@@ -101,6 +101,47 @@ def test_a_signal_before_the_first_token_is_an_error_object(tmp_path: Path) -> N
     assert err == "kestrel-cuda: interrupted\n"
 
 
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("where", ["typer", "rich", "numpy", "tokenizers", "parser"])
+def test_a_signal_while_it_starts_is_reported_like_any(where: str, number: signal.Signals, exit_code: int) -> None:
+    """The signal comes in the middle of an import, or of Typer's parsing."""
+    script = f"""
+import os, sys
+class Trap:
+    def find_spec(self, name, path=None, target=None):
+        if name == {where!r}:
+            os.kill(os.getpid(), {int(number)})
+sys.meta_path.insert(0, Trap())
+if {where!r} == "parser":
+    import typer.core
+    def parse(*arguments):
+        os.kill(os.getpid(), {int(number)})
+        raise AssertionError
+    typer.core.TyperCommand.make_parser = parse
+sys.argv = ["kestrel-cuda", "run", "hi", "--json", "--quiet"]
+from kestrel_cli.app import main
+main()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == exit_code
+    assert ran.stderr == "kestrel-cuda: interrupted\n"
+    assert json.loads(ran.stdout) == {"error": {"kind": "interrupt", "message": "interrupted"}}
+
+
+def test_the_way_to_the_handlers_is_short() -> None:
+    script = (
+        "import sys; before = set(sys.modules); import kestrel_cuda, kestrel_cli.app; print(*set(sys.modules) - before)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
+    assert {name for name in ran.stdout.split() if name.startswith("kestrel")} == {
+        *("kestrel_cuda", "kestrel_cli", "kestrel_cli.app", "kestrel_cli.signals")
+    }
+    assert not {"dataclasses", "pathlib", "inspect", "typing", "typer"} & set(ran.stdout.split())
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     # Nobody reads: winding down blocks on the full pipe.
     process = start("run", "hi", "-n", "1000000", endless=True, pieces=["x" * 4096])
@@ -141,6 +182,25 @@ def test_a_full_disk_is_the_users_to_mend() -> None:
         assert ran.stderr == "kestrel-cuda: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (("run", "--keep", "x"), 2, "--keep holds 'x'; it takes "),
+        (("run", "--bad"), 2, "No such option: --bad"),
+        (("walk",), 2, "No such command 'walk'"),
+        (("run", "hi", "--profile", "none"), 2, "no profile 'none'"),
+    ],
+)
+def test_an_error_that_finds_a_full_disk_is_still_one_line(
+    arguments: tuple[str, ...], exit_code: int, message: str
+) -> None:
+    ran = shell('"$@" --json --quiet > /dev/full', *arguments)
+    assert ran.returncode == exit_code
+    assert ran.stderr.startswith(f"kestrel-cuda: {message}")
+    assert ran.stderr.endswith(" (standard output cannot be written: No space left on device)\n")
+    assert ran.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("script", ['"$@" 2>&-', '"$@" 2> >(true)', '"$@" 2>/dev/full'])
 def test_a_closed_standard_error_changes_nothing(script: str) -> None:
     ran = shell(script, "run", "hi", pause_s=0.1)
@@ -168,11 +228,11 @@ def test_text_of_any_script_is_written_in_any_locale(locale: str) -> None:
     assert ran.stdout.startswith(b"Hello, w\\xf6rld" if locale == "POSIX" else "Hello, wörld".encode())
 
 
-def on_a_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
+def on_a_terminal(*arguments: str, fields: dict[str, object] | None = None, **variables: str) -> tuple[int, str]:
     """Run with all three streams on a terminal; its exit code and everything it wrote."""
     parent, child = pty.openpty()
     process = subprocess.Popen(
-        command(*arguments),
+        command(*arguments, **(fields or {})),
         env=environment(**variables),
         stdin=child,
         stdout=child,
@@ -200,6 +260,27 @@ def test_a_terminal_gets_progress_and_colour() -> None:
     assert "TOKIDS: 10 11 12 99\r\n" in written
 
 
+def test_a_terminal_is_not_given_the_control_characters_of_a_model() -> None:
+    pieces = ["\x1b]0;title\x07", "\r\b\x7f\x00", "\x9b2J", "é\t\n", "\u202e"]
+    _, written = on_a_terminal("run", "hi", "--quiet", fields={"pieces": pieces}, TERM="xterm")
+    shown = "\\x1b]0;title\\x07\\x0d\\x08\\x7f\\x00\\x9b2Jé\t\r\n\u202e\r\n"
+    assert written == f"{shown}TOKIDS: 10 11 12 13 14 99\r\n"
+    piped = subprocess.run(
+        command("run", "hi", "--quiet", pieces=pieces), env=environment(), capture_output=True, check=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert piped.stdout.decode().startswith("".join(pieces))
+
+
+def test_a_message_breaks_between_words_on_a_terminal() -> None:
+    note = "word " * 30 + "end"
+    _, written = on_a_terminal("run", "hi", fields={"notes": [note]}, TERM="dumb", COLUMNS="50")
+    lines = [line for line in written.split("\r\n") if "word" in line]
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 50
+    assert " ".join(" ".join(lines).split()) == note
+
+
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
 def test_a_plain_terminal_gets_neither(variables: dict[str, str]) -> None:
     exit_code, written = on_a_terminal("run", "hi", **variables)
@@ -220,7 +301,7 @@ def test_without_a_terminal_there_is_neither(variables: dict[str, str]) -> None:
 
 
 def test_help_waits_for_nothing_heavy() -> None:
-    script = "import sys; from kestrel_cli import app; app.execute(['run', '--help'], {}); print(*sys.modules)"
+    script = "import sys; from kestrel_cli.program import execute; execute(['run', '--help'], {}); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
     loaded = set(ran.stdout.splitlines()[-1].split())
     assert loaded.isdisjoint({"cupy", "numpy", "tokenizers", "rich", "jinja2", "safetensors", "kestrel_cuda.engine"})

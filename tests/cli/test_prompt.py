@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +18,7 @@ def said(flags: dict[str, str | bool], stdin: bytes | BinaryIO | None = None) ->
     """The prompt, and everything that was said about it."""
     stream = io.BytesIO(stdin) if isinstance(stdin, bytes) else stdin
     heard: list[str] = []
-    return read_prompt(options.settle(options.RUN, flags, {}), stream, heard.append), heard
+    return read_prompt(options.settle(options.RUN, flags, {}), stream, heard.append, heard.append), heard
 
 
 def prompt(flags: dict[str, str | bool], stdin: bytes | BinaryIO | None = None) -> Prompt:
@@ -105,6 +104,26 @@ def test_an_empty_prompt_needs_a_template(flags: dict[str, str | bool]) -> None:
         prompt({**flags, "raw": True}, b"")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "data", "text"),
+    [
+        ("ascii", b"h\xc3\xa9", "hé"),
+        ("latin-1", b"h\xc3\xa9", "hé"),
+        ("latin-1", b"h\xe9", "hé"),
+        ("utf-8", b"hi", "hi"),
+    ],
+)
+def test_an_argument_is_utf8_in_any_locale(
+    encoding: str, data: bytes, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode(encoding, "surrogateescape"))
+    argument = data.decode(encoding, "surrogateescape")
+    assert prompt({"prompt": argument}) == user(text)
+    assert prompt({"prompt": "hi", "system": argument}) == ChatPrompt(
+        [{"role": "system", "content": text}, {"role": "user", "content": "hi"}]
+    )
+
+
 def test_token_ids_are_taken_as_they_are() -> None:
     assert prompt({"ids": "1,2"}, b"not read") == IdsPrompt([1, 2])
 
@@ -115,62 +134,6 @@ def test_a_system_message_comes_first() -> None:
     )
     with pytest.raises(InputError, match="the system message: not UTF-8 at byte 0"):
         prompt({"prompt": "hi", "system": "\udcff"})
-
-
-CONVERSATION = [
-    {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "One?"},
-    {"role": "assistant", "content": "1"},
-    {"role": "user", "content": "Two?"},
-]
-
-
-@pytest.mark.parametrize("document", [CONVERSATION, {"messages": CONVERSATION}])
-@pytest.mark.parametrize("prefix", [b"", b"\xef\xbb\xbf"])
-def test_a_conversation_is_a_list_or_an_object_with_one(document: object, prefix: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "chat.json"
-    file.write_bytes(prefix + json.dumps(document).encode())
-    assert prompt({"messages": str(file)}) == ChatPrompt(CONVERSATION)  # type: ignore[arg-type]
-
-
-def test_text_parts_are_one_text() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert prompt({"messages": "-"}, json.dumps([{"role": "user", "content": parts}]).encode()) == user("ab")
-
-
-def test_what_else_an_object_holds_is_said_to_be_unused() -> None:
-    document = {"messages": CONVERSATION, "tools": [], "model": "x"}
-    heard = said({"messages": "-"}, json.dumps(document).encode())[1]
-    assert heard == ["reading standard input", "-: only messages is used, not model, tools"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("1" * 5000, "not JSON"),
-        ("[]", "not a conversation"),
-        ("{}", "not a conversation"),
-        ('"hi"', "not a conversation"),
-        ('{"messages": "hi"}', "not a conversation"),
-        ('["hi"]', "message 0 is not an object with role and content"),
-        ('[{"role": "user"}]', "message 0 is not an object with role and content"),
-        ('[{"role": "user", "content": "a", "tool_calls": []}]', "message 0 is not an object with role and content"),
-        (
-            '[{"role": "user", "content": "a"}, {"role": "bot", "content": "a"}]',
-            "message 1 has the role 'bot'; known: ",
-        ),
-        ('[{"role": ["user"], "content": "a"}]', "message 0 has the role"),
-        ('[{"role": "user", "content": null}]', "content that is not text"),
-        ('[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]', "pictures cannot be asked about yet"),
-        ('[{"role": "user", "content": "\\ud800"}]', "not UTF-8"),
-    ],
-)
-def test_a_damaged_conversation_is_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=f"^-: {message}|{message}"):
-        prompt({"messages": "-"}, text.encode())
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel_cli import app
+from kestrel_cli import program
 from kestrel_cli.options import MODEL
 from kestrel_cli.prompt import BUILT_IN_QUESTION
 
@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(*arguments: str, **variables: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        exit_code = app.execute(["run", *arguments], {"VLLM_CUDA_INFER": "0", **variables})
+        exit_code = program.execute(["run", *arguments], {"VLLM_CUDA_INFER": "0", **variables})
         return (int(exit_code), *capsys.readouterr())
 
     return call
@@ -146,7 +146,7 @@ def test_an_answer_can_be_expected(run: Run, ask: Ask) -> None:
         (("--ids", "1,999999"), "token id 999999 is outside the vocabulary"),
         (("hi", "-m", "/no/such/model"), "/no/such/model"),
         (("hi", "-m", "/etc/hostname"), "/etc/hostname"),
-        (("hi", "-c", "5"), "and the context holds 5; needed: --ctx "),
+        (("hi", "-c", "5"), "and --ctx holds 5; needed: --ctx "),
         (("hi", "-c", "100000000"), "positions this model has"),
         (("hi", "--vram", "1KiB"), "--vram"),
     ],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kestrel_cli import app
+from kestrel_cli import program
 from kestrel_cli import selftest as selftest_command
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import DeviceError
@@ -25,6 +25,8 @@ class FakeCheck:
 @dataclass(frozen=True)
 class FakeReport:
     checks: tuple[FakeCheck, ...]
+    backend: str = "cpu"
+    device: str = "a processor"
 
     @property
     def passed(self) -> bool:
@@ -42,15 +44,20 @@ def selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     """Run `selftest` with the given checks; exit code, standard output, standard error."""
 
     def call(checks: tuple[FakeCheck, ...], *arguments: str, **variables: str) -> tuple[int, str, str]:
-        def run_checks(config: EngineConfig, on_check: Callable[[FakeCheck], None]) -> FakeReport:
+        def run_checks(
+            config: EngineConfig,
+            on_open: Callable[[str, str, str | None], None],
+            on_check: Callable[[FakeCheck], None],
+        ) -> FakeReport:
             if config.device == 9:
                 raise DeviceError("no device 9")
+            on_open("cpu", "a processor", None if config.backend == "cpu" else "no GPU here")
             for check in checks:
                 on_check(check)
             return FakeReport(checks)
 
         monkeypatch.setattr(selftest_command, "run_checks", run_checks)
-        exit_code = app.execute(["selftest", *arguments], variables)
+        exit_code = program.execute(["selftest", *arguments], variables)
         return (int(exit_code), *capsys.readouterr())
 
     return call
@@ -59,8 +66,10 @@ def selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_one_line_a_check(selftest: Selftest) -> None:
     exit_code, out, err = selftest(GOOD)
     assert exit_code == 0
-    assert out == "ok   gemm 4x32: nmse 1e-12\nskip window 1: no GPU\n1 checks passed, 1 skipped\n"
+    assert out == "ok   gemm 4x32: nmse 1e-12\nskip window 1: no GPU\n1 checks passed, 1 skipped (cpu, a processor)\n"
     assert err.startswith("settings")
+    assert "backend      cpu, a processor\nwarning: running on the CPU: no GPU here\n" in err
+    assert "running on the CPU" not in selftest(GOOD, "--backend", "cpu")[2]
 
 
 def test_a_failed_check_is_exit_code_1(selftest: Selftest) -> None:
@@ -79,6 +88,8 @@ def test_json_is_one_object(selftest: Selftest, checks: tuple[FakeCheck, ...], p
     assert result["passed"] is passed
     assert [check["name"] for check in result["checks"]] == [check.name for check in checks]
     assert result["checks"][1] == {"name": "window 1", "passed": False, "detail": "no GPU", "skipped": True}
+    assert (result["backend"], result["device"]) == ("cpu", "a processor")
+    assert result["warnings"] == ["running on the CPU: no GPU here"]
     assert result["settings"]["quant"] == {"value": "q4_0", "source": "flag"}
     assert ("error" in result) is not passed
 
@@ -98,9 +109,10 @@ def test_the_switches_of_the_window_are_not_its_own(selftest: Selftest) -> None:
 
 
 def test_the_embedded_model_passes_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    exit_code = app.execute(["selftest", "--json", "--quiet"], {"VLLM_CUDA_INFER": "0"})
+    exit_code = program.execute(["selftest", "--json", "--quiet"], {"VLLM_CUDA_INFER": "0"})
     out, err = capsys.readouterr()
     assert (exit_code, err) == (0, "")
     result = json.loads(out)
     assert result["passed"] is True
+    assert result["backend"] == "cpu"
     assert len(result["checks"]) > 10

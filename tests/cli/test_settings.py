@@ -65,11 +65,28 @@ def test_vllm_cuda_stream(variable: str | None, keep: int | None, source: str) -
     assert options.run_config(settings).keep == keep
 
 
-@pytest.mark.parametrize("variable", ["-2", "1.5", "abc", "auto", "off", "+4", "4 4", "0x4", "٤", "9" * 5000])
+@pytest.mark.parametrize("variable", ["-2", "1.5", "abc", "auto", "off", "+4", "4 4", "0x4", "٤"])
 def test_vllm_cuda_stream_takes_nothing_else(variable: str) -> None:
     with pytest.raises(SettingError) as raised:
         settle(VLLM_CUDA_STREAM=variable)
     assert str(raised.value).startswith(f"VLLM_CUDA_STREAM holds {variable!r}; it takes a whole number of layers")
+
+
+@pytest.mark.parametrize("name", ["keep", "max_new_tokens", "device", "ids", "vram", "cache_budget", "prefill_chunk"])
+@pytest.mark.parametrize("num_digits", [400, 5000])
+def test_a_number_beyond_all_measure_is_refused_briefly(name: str, num_digits: int) -> None:
+    with pytest.raises(SettingError) as raised:
+        settle({name: "9" * num_digits})
+    message = str(raised.value)
+    assert message.startswith(f"--{name.replace('_', '-')} holds '9999")
+    assert f"... ({num_digits} characters), which " in message
+    assert len(message) < 300
+
+
+def test_the_largest_numbers_are_told_apart() -> None:
+    assert settle({"max_new_tokens": "9" * 18})[options.MAX_NEW_TOKENS] == 10**18 - 1
+    with pytest.raises(SettingError, match="which has more than 18 digits; it takes a whole number of at least 1"):
+        settle({"max_new_tokens": "9" * 19})
 
 
 @pytest.mark.parametrize(("variable", "layers"), [("", 0), ("0", 0), (" ", 0), ("4", 4), (" 12 ", 12)])
@@ -86,8 +103,10 @@ def test_vllm_vqf_stream_takes_nothing_else(variable: str) -> None:
 
 
 def test_host_residency_needs_a_strip_cache() -> None:
-    with pytest.raises(SettingError, match=r"--host-keep 2 .* needs --strip-cache DIR"):
-        options.run_config(settle({"host_keep": "2"}))
+    with pytest.raises(SettingError, match=r"^--host-keep 2 .* needs --strip-cache DIR"):
+        settle({"host_keep": "2"})
+    with pytest.raises(SettingError, match=r"^VLLM_VQF_STREAM 2 .* needs --strip-cache DIR"):
+        settle(VLLM_VQF_STREAM="2")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +269,10 @@ def test_a_contradiction_names_both_sides() -> None:
 )
 def test_a_variable_that_contradicts_a_flag_is_not_read(flags: dict[str, str | bool], variable: str) -> None:
     name = variable.removeprefix("KESTREL_CUDA_").lower()
-    assert settle(flags, **{variable: "garbage"}).as_json()[name] == {"value": None, "source": "default"}
+    settings = settle(flags, **{variable: "garbage"})
+    assert settings.as_json()[name] == {"value": None, "source": "default"}
+    (note,) = settings.notes
+    assert note.startswith(f"{variable} is not read, since {'PROMPT' if 'prompt' in flags else '--'}")
 
 
 @pytest.mark.parametrize("source", [{"flags": {"backend": "cpu"}}, {"VLLM_CUDA_INFER": "0"}])
@@ -268,6 +290,49 @@ def test_more_ids_than_tokens_cannot_be_expected() -> None:
 def test_nothing_but_exact_names_is_read() -> None:
     settings = settle(VLLM_CUDA_STREAM_X="4", vllm_cuda_stream="4", VLLM_USE_V1="1", KESTREL_CUDA_KEEPS="x")
     assert {setting["source"] for setting in settings.as_json().values()} == {"default"}
+    assert settings.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "instead"),
+    [
+        ("KESTREL_CUDA_KEEP", "the variable of --keep is VLLM_CUDA_STREAM"),
+        ("KESTREL_CUDA_BACKEND", "the variable of --backend is VLLM_CUDA_INFER"),
+        ("KESTREL_CUDA_HOST_KEEP", "the variable of --host-keep is VLLM_VQF_STREAM"),
+        ("KESTREL_CUDA_JSON", "there is only the flag --json"),
+        ("KESTREL_CUDA_QUANTS", "did you mean KESTREL_CUDA_QUANT?"),
+        ("KESTREL_CUDA_PROMPT", "did you mean KESTREL_CUDA_PROMPT_FILE?"),
+        ("KESTREL_CUDA_WINGS", "no option has that name"),
+    ],
+)
+def test_a_variable_of_ours_that_is_not_read_is_said(variable: str, instead: str) -> None:
+    assert settle(**{variable: "1"}).warnings == [f"{variable} is not read; {instead}"]
+    assert settle(**{variable: ""}).warnings == []
+
+
+@pytest.mark.parametrize("text", ["folder/", "folder/.", "folder/..", ".", "..", "/"])
+@pytest.mark.parametrize("name", ["logits", "prompt_file", "messages"])
+def test_a_file_is_not_a_folder(name: str, text: str) -> None:
+    with pytest.raises(SettingError, match="it takes the path of a file"):
+        settle({name: text})
+
+
+def test_logits_go_to_no_stream() -> None:
+    with pytest.raises(SettingError, match="--logits holds '-'; it takes the path of a file"):
+        settle({"logits": "-"})
+
+
+def test_a_message_of_the_engine_says_where_a_flag_came_from(profile: str) -> None:
+    settings = settle({"quant": "q4_0", "profile": profile}, KESTREL_CUDA_VRAM="1KiB")
+    assert settings.with_labels("--vram 1 KiB is little; --quant q4_0 needs less") == (
+        "--vram 1 KiB is little; --quant q4_0 needs less (--vram comes from KESTREL_CUDA_VRAM)"
+    )
+    assert settings.with_labels("--keep 7") == f"--keep 7 (--keep comes from profile {profile}: keep)"
+    for text in ("--ctx 5", "--vram-x", "--quant q4_0", settings.with_labels("--vram")):
+        assert settings.with_labels(text) == text
+    with pytest.raises(SettingError, match=r"^--vram \(--vram comes from KESTREL_CUDA_VRAM\)$"):  # noqa: SIM117
+        with settings.naming_sources():
+            raise SettingError("--vram")
 
 
 def test_the_report_speaks_plain_json() -> None:

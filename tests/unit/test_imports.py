@@ -28,7 +28,7 @@ def test_the_package_alone_is_cheap() -> None:
 
 
 def test_the_command_line_starts_without_cupy() -> None:
-    loaded = loaded_by("import kestrel_cli.app")
+    loaded = loaded_by("import kestrel_cli.program")
     assert "typer" in loaded
     assert "cupy" not in loaded
 

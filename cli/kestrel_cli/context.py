@@ -1,0 +1,46 @@
+"""How long a run may get: the key-value cache's slots and the new tokens that fit. Arithmetic only; loads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kestrel_cli import options
+from kestrel_cli.settings import Settings
+from kestrel_cuda.errors import InputError, SettingError
+
+
+@dataclass(frozen=True)
+class Context:
+    """`warning` says where fewer new tokens fit than were asked for."""
+
+    num_slots: int
+    max_new_tokens: int
+    warning: str | None
+
+
+def context_of(settings: Settings, num_prompt_tokens: int, max_positions: int) -> Context:
+    """What --ctx says, else what the run needs, within the positions that the model has.
+
+    Raises InputError when not one new token fits behind the prompt, which is never cut; SettingError when --ctx asks
+    for more than the model's positions.
+    """
+    asked, wanted = settings[options.CTX], settings[options.MAX_NEW_TOKENS]
+    if num_prompt_tokens >= max_positions:
+        raise InputError(
+            f"the prompt has {num_prompt_tokens} tokens; with one new token that is over the {max_positions} positions "
+            "this model has; shorten it"
+        )
+    if asked is not None and asked > max_positions:
+        raise SettingError(f"--ctx {asked} is over the {max_positions} positions this model has; use at most that")
+    if asked is not None and num_prompt_tokens >= asked:
+        raise InputError(
+            f"the prompt has {num_prompt_tokens} tokens and --ctx holds {asked}; "
+            f"needed: --ctx {num_prompt_tokens + 1} or more"
+        )
+    num_slots = min(num_prompt_tokens + wanted, max_positions) if asked is None else asked
+    room = num_slots - num_prompt_tokens
+    if wanted <= room:
+        return Context(num_slots, wanted, None)
+    what = f"the model's {max_positions} positions" if asked is None else f"{num_slots} of context (--ctx)"
+    warning = f"at most {room} new tokens, not {wanted}: {what} less {num_prompt_tokens} of the prompt"
+    return Context(num_slots, room, warning)

@@ -1,0 +1,88 @@
+"""The file that --messages names: JSON to messages that the chat template takes. Knows no template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from kestrel_cuda.errors import InputError
+from kestrel_cuda.inputs.messages import Message, check_messages
+
+_PICTURE_KEYS = ("image", "images", "image_url", "video", "videos", "video_url", "audio")
+
+Say = Callable[[str], None]
+
+
+def read_conversation(text: str, source: str, warn: Say) -> list[Message]:
+    """The messages, the content of each as one text; `warn` hears of what is in the file and goes unused.
+
+    Raises InputError for what is not JSON, holds one key twice, or is no conversation of text.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_object)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source}: not JSON: {error or 'nested too deeply'}") from error
+    for piece in _strings(document):
+        check_characters(piece, source)
+    messages = check_messages(document, source)
+    if isinstance(document, dict):
+        _say_unused(document, ("messages",), source, warn)
+    return [_one_text(message, f"{source}: message {number}", warn) for number, message in enumerate(messages, start=1)]
+
+
+def check_characters(text: str, source: str) -> None:
+    """Raise InputError for half a surrogate pair, which JSON can write and no text can hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise InputError(
+            f"{source}: \\u{code:04x} is half of a surrogate pair and no character of its own; write the whole pair"
+        ) from error
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Of two values under one key, a parser takes either: refuse."""
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise InputError(f"the key {json.dumps(key)} stands twice in one object; which one counts?")
+        found[key] = value
+    return found
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every text in a JSON value, keys too."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                yield text
+            case list() as items:
+                waiting += items
+            case dict() as table:
+                waiting += [*table.keys(), *table.values()]
+
+
+def _one_text(message: Message, where: str, warn: Say) -> Message:
+    """A message with its text parts joined, as the model's own template would. Other keys stay for the template."""
+    pictures = [key for key in _PICTURE_KEYS if key in message]
+    if pictures:
+        raise InputError(f"{where} holds {pictures[0]}; pictures are not supported yet, only text")
+    others = sorted(set(message) - {"role", "content"})
+    if others:
+        warn(f"{where}: {', '.join(others)} counts only where the checkpoint's chat template reads it")
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    for number, part in enumerate(content, start=1):
+        _say_unused(part, ("type", "text"), f"{where}, part {number}", warn)
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _say_unused(table: dict[str, object], used: tuple[str, ...], where: str, warn: Say) -> None:
+    unused = sorted(set(table) - set(used))
+    if unused:
+        warn(f"{where}: only {' and '.join(used)} is used, not {', '.join(unused)}")

@@ -1,0 +1,105 @@
+"""The file of --messages: what is taken, what is refused, and what goes unused is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrel_cli.conversation import read_conversation
+from kestrel_cuda.errors import InputError
+from tests.cli.conftest import CommandLine
+
+CONVERSATION = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "Two?"},
+]
+
+
+def read(document: Any) -> tuple[list[dict[str, object]], list[str]]:
+    """The messages, and what was said of them."""
+    heard: list[str] = []
+    return read_conversation(json.dumps(document), "m.json", heard.append), heard
+
+
+@pytest.mark.parametrize("document", [CONVERSATION, {"messages": CONVERSATION}])
+def test_a_list_or_an_object_with_one(document: object) -> None:
+    assert read(document) == (CONVERSATION, [])
+
+
+@pytest.mark.parametrize("prefix", [b"", b"\xef\xbb\xbf"])
+def test_the_file_reaches_the_engine(kestrel: CommandLine, prefix: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    file.write_bytes(prefix + json.dumps({"messages": CONVERSATION, "model": "x"}).encode())
+    ran = kestrel("run", "--json", "--messages", str(file))
+    assert ran.engine is not None
+    assert ran.engine.calls["chat"] == CONVERSATION
+    assert f"{file}: only messages is used, not model" in ran.json["warnings"]
+    assert f"warning: {file}: only messages is used, not model\n" in ran.err
+
+
+def test_text_parts_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"text": "b"}]
+    assert read([{"role": "user", "content": parts}]) == ([{"role": "user", "content": "ab"}], [])
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"messages": CONVERSATION, "tools": [], "model": "x"}, "m.json: only messages is used, not model, tools"),
+        (
+            [{"role": "user", "content": "a", "name": "b"}],
+            "m.json: message 1: name counts only where the checkpoint's chat template reads it",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}],
+            "m.json: message 1, part 1: only type and text is used, not cache_control",
+        ),
+    ],
+)
+def test_what_goes_unused_is_said(document: object, said: str) -> None:
+    assert read(document)[1] == [said]
+
+
+def test_other_keys_are_the_templates_to_read() -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    assert read([message])[0] == [message]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("1" * 5000, "not JSON"),
+        ("[]", "m.json holds no messages"),
+        ("{}", "m.json has null for messages"),
+        ('"hi"', "m.json has a string for messages"),
+        ('{"messages": "hi"}', "m.json has a string for messages"),
+        ('{"messages": [], "tools": [{}]}', "m.json gives tools; tools are not supported yet"),
+        ('["hi"]', "message 1 is a string"),
+        ('[{"role": "user"}]', "message 1 .*; text or a list of text parts is needed"),
+        ('[{"role": "user", "content": "a"}, {"role": "bot", "content": "a"}]', 'message 2 has role "bot"; roles are'),
+        ('[{"role": ["user"], "content": "a"}]', "message 1 has role"),
+        ('[{"role": "user", "content": null}]', "null; text or a list of text parts is needed"),
+        ('[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]', "pictures are not supported yet"),
+        (
+            '[{"role": "user", "content": [{"type": "text", "text": "a", "image": "a.png"}]}]',
+            "part 1, is a picture or video .image.; pictures are not supported yet",
+        ),
+        ('[{"role": "user", "content": "a", "images": ["a.png"]}]', "message 1 holds images; pictures are not"),
+        ('[{"role": "user", "content": "a", "content": "b"}]', 'the key "content" stands twice in one object'),
+        ('{"messages": [], "messages": []}', 'the key "messages" stands twice in one object'),
+        ('[{"role": "user", "content": "\\ud800"}]', r"\\ud800 is half of a surrogate pair"),
+        ('[{"role": "user", "content": "a", "x": {"\\udc00": 1}}]', r"\\udc00 is half of a surrogate pair"),
+    ],
+)
+def test_a_damaged_conversation_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        read_conversation(text, "m.json", lambda _: None)
+    assert str(raised.value).startswith("m.json")

@@ -1,0 +1,113 @@
+"""The file of --logits: whole or not there, where it is put, and that the answer outlives what goes wrong with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kestrel_cli.signals import Interrupted
+from kestrel_cuda.errors import DeviceError
+from tests.cli.conftest import CommandLine
+
+IDS = [10, 11, 12, 99]
+
+
+def test_logits_are_saved_whole_or_not_at_all(kestrel: CommandLine, tmp_path: Path) -> None:
+    file = tmp_path / "logits.npz"
+    file.write_bytes(b"an older file")
+    ran = kestrel("run", "hi", "--logits", str(file), "--json")
+    assert ran.exit_code == 0
+    assert ran.engine is not None
+    assert ran.engine.calls["generate"][3] == "keep"
+    with np.load(file) as saved:
+        assert sorted(saved) == ["prompt_logits", "step_logits"]
+        assert saved["prompt_logits"].shape == (3, 128)
+        assert saved["step_logits"].shape == (4, 128)
+        assert saved["step_logits"].dtype == np.float32
+
+    file.write_bytes(b"an older file")
+    assert kestrel("run", "hi", "--logits", str(file), fail_at_step=1, failure=DeviceError("x")).exit_code == 2
+    assert file.read_bytes() == b"an older file"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_disk_that_fills_up_leaves_no_file(
+    kestrel: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    message = f"--logits {tmp_path}/l.npz: cannot be written: No space left on device"
+    ran = kestrel("run", "hi", "--quiet", "--logits", str(tmp_path / "l.npz"))
+    assert ran.exit_code == 2
+    assert ran.token_ids == IDS
+    assert ran.err == f"kestrel-cuda: {message}\n"
+
+    as_json = kestrel("run", "hi", "--json", "--logits", str(tmp_path / "l.npz"))
+    assert as_json.exit_code == 2
+    assert as_json.json["ids"] == IDS
+    assert as_json.json["error"] == {"kind": "setting", "message": message}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(2, 130), (15, 143)])
+def test_a_signal_while_it_is_saved_leaves_the_answer(
+    kestrel: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, exit_code: int
+) -> None:
+    def stopped(*_args: object, **_kwargs: object) -> None:
+        raise Interrupted(number)
+
+    monkeypatch.setattr(np, "savez", stopped)
+    ran = kestrel("run", "hi", "--json", "--logits", str(tmp_path / "l.npz"))
+    assert ran.exit_code == exit_code
+    assert ran.json["ids"] == IDS
+    assert ran.json["stop_reason"] == "eos"
+    assert ran.json["error"] == {"kind": "interrupt", "message": "interrupted"}
+    assert ran.err.endswith("kestrel-cuda: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+    assert kestrel("run", "hi", "--logits", str(tmp_path / "l.npz")).token_ids == IDS
+
+
+def test_a_link_is_followed(kestrel: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    target, link = tmp_path / "data" / "l.npz", tmp_path / "link.npz"
+    link.symlink_to(target)
+    for _ in range(2):
+        assert kestrel("run", "hi", "--logits", str(link)).exit_code == 0
+        assert link.is_symlink()
+        with np.load(target) as saved:
+            assert saved["step_logits"].shape == (4, 128)
+        target.chmod(0o600)
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_name_may_be_as_long_as_the_disk_takes(kestrel: CommandLine, tmp_path: Path) -> None:
+    longest = tmp_path / ("x" * 255)
+    assert kestrel("run", "hi", "--logits", str(longest)).exit_code == 0
+    assert longest.is_file()
+
+
+@pytest.mark.parametrize("name", ["readonly", "ring", "x" * 256, "folder", "missing/l.npz"])
+def test_what_cannot_be_written_is_refused_before_the_run(kestrel: CommandLine, tmp_path: Path, name: str) -> None:
+    readonly = tmp_path / "readonly"
+    readonly.write_bytes(b"kept")
+    readonly.chmod(0o400)
+    (tmp_path / "ring").symlink_to(tmp_path / "ring")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for arguments, variables in (
+        (("--logits", str(tmp_path / name)), {}),
+        ((), {"KESTREL_CUDA_LOGITS": str(tmp_path / name)}),
+    ):
+        ran = kestrel("run", "hi", "--quiet", *arguments, variables=variables)
+        assert (ran.exit_code, ran.out, ran.engine) == (2, "", None)
+        assert ran.err.startswith(f"kestrel-cuda: --logits {tmp_path / name}: ")
+        assert ran.err.count("\n") == 1
+        assert ("(--logits comes from KESTREL_CUDA_LOGITS)" in ran.err) is bool(variables)
+    assert sorted(tmp_path.iterdir()) == before
+    assert readonly.read_bytes() == b"kept"
+    assert os.access(tmp_path, os.W_OK)
