@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kestrel_cuda.checkpoint.json_file import JsonObject, read_json
+from kestrel_cuda.checkpoint.files import printable
+from kestrel_cuda.checkpoint.json_file import JsonObject, read_json, shown
 from kestrel_cuda.config import ModelConfig, TextConfig
 from kestrel_cuda.errors import CheckpointError
 
@@ -44,7 +45,7 @@ def _check_architecture(root: JsonObject) -> None:
     if not isinstance(architectures, list) or not architectures:
         raise root.missing("architectures")
     if architectures != [SUPPORTED_ARCHITECTURE]:
-        found = ", ".join(map(str, architectures))
+        found = printable(", ".join(item if isinstance(item, str) else shown(item) for item in architectures))
         raise CheckpointError(f"{root.path}: {found} is not supported; supported: {SUPPORTED_ARCHITECTURE}")
 
 
@@ -52,6 +53,7 @@ def _check_unquantized(section: JsonObject) -> None:
     quantization = section.child("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") or "unnamed method"
+        method = printable(method) if isinstance(method, str) else shown(method)
         raise CheckpointError(
             f"{section.path}: the weights are quantised already ({section.prefix}quantization_config: {method}); "
             "use the original BF16, F16 or F32 checkpoint"
@@ -111,7 +113,7 @@ def _check_agree(first: JsonObject, second: JsonObject) -> None:
     """Raise when two objects that may hold the same rotary values hold different ones."""
     for key in ("rope_theta", "rope_type", "type", "mrope_section", "mrope_interleaved"):
         if key in first and key in second and first.get(key) != second.get(key):
-            raise first.wrong(key, f"the same as {second.prefix}{key}, which is {second.get(key)!r}")
+            raise first.wrong(key, f"the same as {second.prefix}{key}, which is {shown(second.get(key))}")
 
 
 def _tied(root: JsonObject, text: JsonObject, defaults: list[str]) -> bool:
@@ -126,6 +128,6 @@ def _with_default(section: JsonObject, key: str, default: object, defaults: list
     """The value of `key`, or `default`, recorded as taken."""
     if key in section:
         return section.get(key)
-    shown = str(default).lower() if isinstance(default, bool) else default
-    defaults.append(f"{section.prefix}{key} = {shown}")
+    taken = str(default).lower() if isinstance(default, bool) else default
+    defaults.append(f"{section.prefix}{key} = {taken}")
     return default

@@ -6,7 +6,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from kestrel_cuda.checkpoint.files import is_present, printable, read_text
 from kestrel_cuda.errors import CheckpointError
+
+MAX_INTEGER = 2**31 - 1
+"""The largest whole number taken: far above any size or id there is, and safe to compute with."""
+
+MAX_DEPTH = 64
+"""Levels of objects and lists: far above any real file, and far below what Python's own stack allows."""
 
 
 class JsonObject:
@@ -35,20 +42,24 @@ class JsonObject:
             return None
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
-        return JsonObject(value, self.path, f"{self.prefix}{key}.")
+        return JsonObject(value, self.path, f"{self.prefix}{printable(key)}.")
 
     def integer(self, key: str, least: int = 1) -> int:
         value = self._needed(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(key, f"a whole number of at least {least}")
+        if not _is_integer(value, least):
+            raise self.wrong(key, f"a whole number of at least {least}{_no_more(value)}")
+        assert isinstance(value, int)
         return value
 
     def number(self, key: str) -> float:
         """A number above zero."""
         value = self._needed(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.wrong(key, "a number above zero")
-        return float(value)
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < float(value) < float("inf"):
+                return float(value)
+        except OverflowError:
+            raise self.wrong(key, "a number above zero that a float can hold") from None
+        raise self.wrong(key, "a number above zero")
 
     def boolean(self, key: str) -> bool:
         value = self._needed(key)
@@ -59,8 +70,8 @@ class JsonObject:
     def integers(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers of at least 0."""
         value = self._needed(key)
-        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-            raise self.wrong(key, "a list of whole numbers")
+        if not isinstance(value, list) or not all(_is_integer(item, 0) for item in value):
+            raise self.wrong(key, f"a list of whole numbers{_no_more(value)}")
         return tuple(value)
 
     def ids(self, key: str) -> tuple[int, ...]:
@@ -69,8 +80,8 @@ class JsonObject:
         if value is None:
             return ()
         listed = value if isinstance(value, list) else [value]
-        if not all(type(item) is int and item >= 0 for item in listed):
-            raise self.wrong(key, "a token id or a list of them")
+        if not all(_is_integer(item, 0) for item in listed):
+            raise self.wrong(key, f"a token id or a list of them{_no_more(value)}")
         return tuple(dict.fromkeys(listed))
 
     def missing(self, key: str) -> CheckpointError:
@@ -79,9 +90,8 @@ class JsonObject:
 
     def wrong(self, key: str, needed: str) -> CheckpointError:
         """The error that says what `key` holds and what it has to hold."""
-        found = json.dumps(self.values.get(key), ensure_ascii=False)
-        found = found if len(found) <= 80 else found[:77] + "..."
-        return CheckpointError(f"{self.path}: {self.prefix}{key} is {found}; it has to be {needed}")
+        name = self.prefix + printable(key)
+        return CheckpointError(f"{self.path}: {name} is {shown(self.values.get(key))}; it has to be {needed}")
 
     def _needed(self, key: str) -> object:
         value = self.values.get(key)
@@ -90,19 +100,66 @@ class JsonObject:
         return value
 
 
+def shown(value: object) -> str:
+    """A value from a JSON file as an error may show it: in JSON, on one line, not too long."""
+    try:
+        return printable(json.dumps(value, ensure_ascii=False))
+    except (RecursionError, ValueError, TypeError):  # deeper, or longer a number, than Python writes
+        return f"a {type(value).__name__}"
+
+
+def parse_json(text: str | bytes) -> object:
+    """The value that JSON text holds.
+
+    Raises ValueError with a clause when it is not JSON, nests deeper than MAX_DEPTH, or gives a key two values.
+    """
+    try:
+        value: object = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+
+
 def read_json(path: Path) -> JsonObject:
     """The object in a JSON file. Raises CheckpointError when it cannot be read or holds something else."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        values = parse_json(read_text(path, "utf-8-sig"))
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         raise CheckpointError(f"{path} is not JSON ({path.stat().st_size} bytes): {error}; fetch it again") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}; an object is needed")
+        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}; an object is needed: fetch it again")
     return JsonObject(values, path)
 
 
 def read_json_if_present(path: Path) -> JsonObject:
-    """As `read_json`; an empty object when there is no such file."""
-    return read_json(path) if path.exists() else JsonObject({}, path)
+    """As `read_json`; an empty object when nothing bears this name."""
+    return read_json(path) if is_present(path) else JsonObject({}, path)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for key, value in pairs:
+            if values[key] != value:
+                raise ValueError(f"it gives {shown(key)} two values, {shown(value)} and {shown(values[key])}")
+    return values
+
+
+def _is_integer(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= MAX_INTEGER
+
+
+def _no_more(value: object) -> str:
+    """What to add about the upper bound when that is what `value` breaks."""
+    listed = value if isinstance(value, list) else [value]
+    return f", at most {MAX_INTEGER}" if any(type(item) is int and item > MAX_INTEGER for item in listed) else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from kestrel_cuda.checkpoint.json_file import read_json
+from kestrel_cuda.checkpoint.files import FileStamp, is_present, printable, unreadable
+from kestrel_cuda.checkpoint.json_file import read_json, shown
 from kestrel_cuda.checkpoint.names import canonical
 from kestrel_cuda.checkpoint.tensor_file import StoredTensor, TensorFile
 from kestrel_cuda.errors import CheckpointError
@@ -27,61 +29,110 @@ class Location:
         return self.file.tensors[self.stored_name]
 
 
+@dataclass(frozen=True)
+class StoredTensors:
+    """Every stored tensor by canonical name, and the files they are in, the index among them.
+
+    `unlisted` has the tensors that the index leaves out though a file holds them; they do not count as stored.
+    """
+
+    locations: dict[str, Location]
+    files: tuple[FileStamp, ...]
+    unlisted: dict[str, Path]
+
+
 def check_directory(path: Path) -> None:
     needed = "a directory with config.json and *.safetensors, as on Hugging Face"
-    if not path.exists():
+    if not is_present(path):
         raise CheckpointError(f"{path} does not exist; give {needed}")
+    try:
+        path.stat()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is a link to a directory that does not exist; give {needed}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
     if not path.is_dir():
         kind = "GGUF file, which is not read" if path.suffix == ".gguf" else "file"
         raise CheckpointError(f"{path} is a {kind}; give {needed}")
-    if not (path / "config.json").is_file():
+    if not is_present(path / "config.json"):
         gguf = next(path.glob("*.gguf"), None)
         found = f"{gguf.name}: GGUF files are not read" if gguf else "no config.json"
         raise CheckpointError(f"{path} holds {found}; give {needed}")
 
 
-def locate_tensors(path: Path, warnings: list[str]) -> dict[str, Location]:
-    """Every stored tensor by canonical name, from the files that the index names or from the single file."""
+def locate_tensors(path: Path, warnings: list[str]) -> StoredTensors:
+    """Every stored tensor, from the files that the index names or from the single file."""
     index = path / _INDEX
-    if index.is_file():
+    index_stamps: list[FileStamp] = []
+    if is_present(index):
         weight_map = _weight_map(index)
+        index_stamps.append(FileStamp.of(index))
         file_names = sorted(set(weight_map.values()))
-        if _SINGLE not in file_names and (path / _SINGLE).exists():
+        if _SINGLE not in file_names and is_present(path / _SINGLE):
             warnings.append(f"{_SINGLE} is left alone: {_INDEX} does not name it")
     else:
         weight_map = None
         file_names = [_SINGLE]
-    missing = [name for name in file_names if not (path / name).is_file()]
+    missing = [name for name in file_names if not is_present(path / name)]
     if missing:
         raise CheckpointError(_missing_files(path, missing, indexed=weight_map is not None))
 
     locations: dict[str, Location] = {}
-    for file_name in file_names:
-        file = TensorFile(path / file_name)
+    unlisted: dict[str, Path] = {}
+    files = {name: TensorFile(path / name) for name in file_names}
+    if weight_map is not None:
+        _check_listed(index, weight_map, files)
+    for file_name, file in files.items():
         for stored_name in file.tensors:
-            # A tensor that two shards hold is the one the index points at.
-            if weight_map is not None and weight_map.get(stored_name, file_name) != file_name:
-                continue
             name = canonical(stored_name)
+            if weight_map is not None and weight_map.get(stored_name) != file_name:
+                # A tensor that two shards hold is the one the index points at.
+                if stored_name not in weight_map:
+                    unlisted[name] = file.path
+                continue
             if name in locations:
+                also = printable(stored_name)
                 raise CheckpointError(
-                    f"{path} holds {name} twice, also as {stored_name} in {file_name}; keep one of them"
+                    f"{path} holds {printable(name)} twice, also as {also} in {file_name}; keep one of them"
                 )
             locations[name] = Location(file, stored_name)
-    return locations
+    stamps = sorted([*index_stamps, *(file.stamp for file in files.values())])
+    return StoredTensors(locations, tuple(stamps), {name: unlisted[name] for name in unlisted.keys() - locations})
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """The file of every tensor, each file under one name though the index may spell or link it in several ways."""
     weight_map = read_json(index).child("weight_map")
     if weight_map is None or not weight_map.values:
         raise CheckpointError(f"{index} lacks weight_map; take this file from the original checkpoint")
-    return {name: str(file_name) for name, file_name in weight_map.values.items()}
+    spellings: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for file_name in weight_map.values.values():
+        if not isinstance(file_name, str) or not file_name.isprintable() or not PurePosixPath(file_name).name:
+            raise CheckpointError(f"{index} gives {shown(file_name)} for a file; the name of one is needed")
+        if file_name in spellings:
+            continue
+        relative = PurePosixPath(file_name)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise CheckpointError(
+                f"{index} names {printable(file_name)}, which is outside {index.parent}; files beside it are needed"
+            )
+        real = os.path.realpath(index.parent / relative)
+        spellings[file_name] = names.setdefault(real, str(relative))
+    return {tensor: spellings[str(file_name)] for tensor, file_name in weight_map.values.items()}
+
+
+def _check_listed(index: Path, weight_map: dict[str, str], files: dict[str, TensorFile]) -> None:
+    """Raise when a file lacks a tensor that the index places in it."""
+    absent = [tensor for tensor, file_name in weight_map.items() if tensor not in files[file_name].tensors]
+    if absent:
+        raise CheckpointError(
+            f"{index.parent / weight_map[absent[0]]} lacks tensors that {_INDEX} places there ({len(absent)}): "
+            f"{shortened(absent)}; fetch both again"
+        )
 
 
 def _missing_files(path: Path, missing: list[str], indexed: bool) -> str:
-    broken = [name for name in missing if (path / name).is_symlink()]
-    if broken:
-        return f"{path}: {shortened(broken)} is a link to a file that does not exist; fetch it again"
     if indexed:
         return f"{path} lacks files that {_INDEX} names ({len(missing)}): {shortened(missing)}; fetch them"
     if any(path.glob("*.safetensors")):
@@ -90,7 +141,7 @@ def _missing_files(path: Path, missing: list[str], indexed: bool) -> str:
 
 
 def shortened(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and how many more there are; names come from files and may hold anything."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    return ", ".join(printable(name) for name in listed[:most]) + more

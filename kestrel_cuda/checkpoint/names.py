@@ -6,6 +6,7 @@ Names are in one spelling, that of the released checkpoints (`model.language_mod
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from kestrel_cuda.checkpoint.json_file import JsonObject
@@ -16,6 +17,9 @@ Shape = tuple[int, ...]
 
 TEXT_PREFIX = "model.language_model."
 VISION_PREFIX = "model.visual."
+LAYER_PREFIX = TEXT_PREFIX + "layers."
+VISION_BLOCK_PREFIX = VISION_PREFIX + "blocks."
+VISION_MERGER_PREFIX = VISION_PREFIX + "deepstack_merger_list."
 EMBEDDING = TEXT_PREFIX + "embed_tokens.weight"
 FINAL_NORM = TEXT_PREFIX + "norm.weight"
 LM_HEAD_WEIGHT = "lm_head.weight"
@@ -54,12 +58,12 @@ def linear_name(key: WeightKey) -> str:
     """The tensor of one plain weight. Raises KeyError for a fused one, which no checkpoint stores."""
     if key.projection is Projection.LM_HEAD:
         return LM_HEAD_WEIGHT
-    return f"{TEXT_PREFIX}layers.{key.layer}.{_PROJECTIONS[key.projection]}.weight"
+    return f"{LAYER_PREFIX}{key.layer}.{_PROJECTIONS[key.projection]}.weight"
 
 
 def norm_name(layer: int, norm: Norm) -> str:
     """The tensor of one norm of a decoder layer."""
-    return f"{TEXT_PREFIX}layers.{layer}.{norm}.weight"
+    return f"{LAYER_PREFIX}{layer}.{norm}.weight"
 
 
 def canonical(stored_name: str) -> str:
@@ -82,6 +86,11 @@ def linear_shape(text: TextConfig, projection: Projection) -> Shape:
         Projection.DOWN: (text.hidden_size, text.intermediate_size),
         Projection.LM_HEAD: (text.vocab_size, text.hidden_size),
     }[projection]
+
+
+def stored_numbers(prefix: str, names: Iterable[str]) -> set[str]:
+    """The numbers, as text, that follow `prefix` in tensor names: which layers are stored, say."""
+    return {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
 
 
 def text_shapes(text: TextConfig) -> dict[str, Shape]:

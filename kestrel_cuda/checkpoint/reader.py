@@ -6,19 +6,25 @@ Everything that can be wrong with a checkpoint is said here, before anything is 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kestrel_cuda.checkpoint.config_json import read_config
-from kestrel_cuda.checkpoint.json_file import JsonObject, read_json_if_present
-from kestrel_cuda.checkpoint.locate import Location, check_directory, locate_tensors, shortened
+from kestrel_cuda.checkpoint.files import FileStamp, printable
+from kestrel_cuda.checkpoint.json_file import JsonObject, read_json_if_present, shown
+from kestrel_cuda.checkpoint.locate import Location, StoredTensors, check_directory, locate_tensors, shortened
 from kestrel_cuda.checkpoint.names import (
     EMBEDDING,
+    LAYER_PREFIX,
     LM_HEAD_WEIGHT,
+    VISION_BLOCK_PREFIX,
+    VISION_MERGER_PREFIX,
     VISION_PREFIX,
     Shape,
     linear_name,
     linear_shape,
+    stored_numbers,
     text_shapes,
     vision_shapes,
 )
@@ -36,7 +42,8 @@ class Checkpoint:
     """A checked checkpoint. Tensors may be read from several threads.
 
     `tied` says that lm_head is the embedding, `lm_head_name` which tensor it is; `text_only` that no vision tower
-    is stored; `dtypes` how many tensors are stored in each dtype. `warnings` and `notes` are one line each.
+    is stored; `dtypes` how many tensors are stored in each dtype. `files` are those that the tensors are in, and the
+    index, as they were when they were opened. `warnings` and `notes` are one line each.
     """
 
     path: Path
@@ -45,6 +52,7 @@ class Checkpoint:
     text_only: bool
     generation_eos_ids: tuple[int, ...]
     dtypes: dict[str, int]
+    files: tuple[FileStamp, ...]
     warnings: list[str]
     notes: list[str]
     _locations: dict[str, Location] = field(repr=False)
@@ -74,7 +82,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     warnings: list[str] = []
     notes = [f"config.json does not give a value; taken: {default}" for default in config.defaults_used]
 
-    locations = locate_tensors(path, warnings)
+    stored = locate_tensors(path, warnings)
+    locations = stored.locations
+    # Counted first: a number from a file is looped over only where as much is stored.
+    _check_count(path, "num_hidden_layers", config.text.num_layers, LAYER_PREFIX, locations)
     needed = text_shapes(config.text)
     tied = LM_HEAD_WEIGHT not in locations
     if not tied:
@@ -82,6 +93,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if config.tie_word_embeddings:
             notes.append("lm_head.weight is stored though config.json ties it to the embedding; the stored one is used")
     elif not config.tie_word_embeddings:
+        _check_listed(path, stored, [LM_HEAD_WEIGHT])
         raise CheckpointError(
             f"{path} lacks lm_head.weight and config.json does not tie it to the embedding; fetch it again"
         )
@@ -89,13 +101,24 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if text_only:
         notes.append("the checkpoint has no vision tower (model.visual.*): text only")
     else:
-        needed |= vision_shapes(_vision_config(path, config))
-    _check_tensors(path, locations, needed)
+        vision = _vision_config(path, config)
+        _check_count(path, "vision_config.depth", vision.integer("depth"), VISION_BLOCK_PREFIX, locations)
+        num_mergers = len(vision.integers("deepstack_visual_indexes"))
+        _check_count(
+            path, "vision_config.deepstack_visual_indexes, counted,", num_mergers, VISION_MERGER_PREFIX, locations
+        )
+        needed |= vision_shapes(vision)
+    _check_tensors(path, stored, needed)
 
     unexpected = sorted(locations.keys() - needed.keys())
     if unexpected:
         warnings.append(
             f"tensors that the model does not have are left alone ({len(unexpected)}): {shortened(unexpected)}"
+        )
+    if stored.unlisted:
+        warnings.append(
+            f"tensors that the index leaves out are left alone ({len(stored.unlisted)}): "
+            f"{shortened(sorted(stored.unlisted))}"
         )
     notes += _sampling_note(generation)
     return Checkpoint(
@@ -105,6 +128,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         text_only=text_only,
         generation_eos_ids=generation.ids("eos_token_id"),
         dtypes=dict(Counter(locations[name].stored.dtype for name in needed)),
+        files=stored.files,
         warnings=warnings,
         notes=notes,
         _locations={name: locations[name] for name in needed},
@@ -117,10 +141,36 @@ def _vision_config(path: Path, config: ModelConfig) -> JsonObject:
     return JsonObject(config.vision, path / "config.json", "vision_config.")
 
 
-def _check_tensors(path: Path, locations: dict[str, Location], needed: dict[str, Shape]) -> None:
+def _check_count(path: Path, key: str, needed: int, prefix: str, names: Collection[str]) -> None:
+    """Raise when config.json counts more than is stored under `prefix`.
+
+    Single tensors lost from a plausible count are left to `_check_tensors`, which names them.
+    """
+    stored = stored_numbers(prefix, names)
+    gapless = stored == set(map(str, range(len(stored))))
+    if needed > len(stored) and (gapless or needed > len(names)):
+        raise CheckpointError(
+            f"{path / 'config.json'}: {key} is {needed}, but {len(stored)} are stored ({prefix}*); "
+            "take config.json and the tensors from the same checkpoint"
+        )
+
+
+def _check_listed(path: Path, stored: StoredTensors, missing: list[str]) -> None:
+    """Raise when tensors are missing only because the index leaves them out."""
+    unlisted = [name for name in missing if name in stored.unlisted]
+    if unlisted:
+        raise CheckpointError(
+            f"{path}: the index leaves out needed tensors ({len(unlisted)}): {shortened(unlisted)}, stored in "
+            f"{stored.unlisted[unlisted[0]].name}; fetch the index again"
+        )
+
+
+def _check_tensors(path: Path, stored: StoredTensors, needed: dict[str, Shape]) -> None:
     """Raise when a needed tensor is absent, of a wrong shape, or stored in a dtype that is not read."""
+    locations = stored.locations
     missing = [name for name in needed if name not in locations]
     if missing:
+        _check_listed(path, stored, missing)
         raise CheckpointError(f"{path} lacks needed tensors ({len(missing)}): {shortened(missing)}; fetch it again")
     for name, shape in needed.items():
         location = locations[name]
@@ -131,7 +181,7 @@ def _check_tensors(path: Path, locations: dict[str, Location], needed: dict[str,
     if unread:
         dtype = locations[unread[0]].stored.dtype
         raise CheckpointError(
-            f"{path} stores tensors in {dtype} ({len(unread)}): {shortened(unread)}; "
+            f"{path} stores tensors in {printable(dtype)} ({len(unread)}): {shortened(unread)}; "
             f"only {', '.join(FLOAT_DTYPES)} are read: use the original checkpoint"
         )
 
@@ -143,6 +193,6 @@ def _sampling_note(generation: JsonObject) -> list[str]:
     asked += [key for key, neutral in _NEUTRAL_PENALTIES.items() if generation.get(key) not in (None, neutral)]
     if not samples and not asked:
         return []
-    values = ", ".join(f"{key} {generation.get(key)}" for key in asked) or "default values"
+    values = ", ".join(f"{key} {shown(generation.get(key))}" for key in asked) or "default values"
     wish = f"sampling ({values})" if samples else values
     return [f"generation_config.json asks for {wish}; decoding here is greedy"]

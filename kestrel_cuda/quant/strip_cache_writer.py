@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.errors import CheckpointError, InternalError, SettingError
+from kestrel_cuda.errors import InternalError, SettingError
 from kestrel_cuda.quant.packed import SlabLayout
 from kestrel_cuda.quant.strip_cache import StripCache, find
 from kestrel_cuda.quant.strip_manifest import (
@@ -106,8 +106,7 @@ class StripCacheWriter:
             raise InternalError(f"the strip cache was committed without {lacking[0]} ({len(lacking)} slabs lack)")
         source_sha256 = {name: finish_hash(chunks) for name, chunks in self._source_chunks.items()}
         for source in expected.sources:
-            if source.now() != source:
-                raise CheckpointError(f"{source.path} changed while it was loaded; load it again")
+            source.check_unchanged()
         manifest = Manifest.new(expected, source_sha256, self._slab_sha256, lost_groups)
         try:
             os.fsync(self._file)

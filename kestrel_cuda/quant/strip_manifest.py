@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kestrel_cuda.checkpoint.locate import locate_tensors
+from kestrel_cuda.checkpoint.files import FileStamp, printable, unreadable
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.config import Quant
 from kestrel_cuda.errors import CheckpointError
@@ -40,7 +40,6 @@ DATA_ALIGNMENT_BYTES = 4096
 HASH_CHUNK_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _MAX_HASH_THREADS = 16
-_INDEX = "model.safetensors.index.json"
 
 
 class StaleError(Exception):
@@ -57,17 +56,13 @@ class Source:
     mtime_ns: int
 
     @classmethod
-    def of(cls, checkpoint: Path, path: Path) -> Source:
-        """Raises CheckpointError when the file is not there."""
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        return cls(path, path.relative_to(checkpoint).as_posix(), status.st_size, status.st_mtime_ns)
+    def of(cls, checkpoint: Path, stamp: FileStamp) -> Source:
+        return cls(stamp.path, stamp.path.relative_to(checkpoint).as_posix(), stamp.size, stamp.mtime_ns)
 
-    def now(self) -> Source:
-        """The same file, looked at again."""
-        return replace(Source.of(self.path.parent, self.path), name=self.name)
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError when the file is another one now, or gone."""
+        if FileStamp.of(self.path)[1:] != (self.size, self.mtime_ns):
+            raise CheckpointError(f"{self.path} changed while it was loaded; load it again")
 
 
 @dataclass(frozen=True)
@@ -115,13 +110,13 @@ class Fingerprint:
 def fingerprint(checkpoint: Checkpoint, quant: Quant, layouts: Sequence[SlabLayout]) -> Fingerprint:
     """What `checkpoint`, packed by `quant` into `layouts` (lm_head among them), is recognised by; hashes nothing.
 
-    Raises CheckpointError when a file of the checkpoint is not there any more.
+    Raises CheckpointError when a file of the checkpoint is not the one any more that was opened.
     """
     path = checkpoint.path.resolve()
-    files = {location.file.path for location in locate_tensors(checkpoint.path, []).values()}
-    if (checkpoint.path / _INDEX).is_file():
-        files.add(checkpoint.path / _INDEX)  # of a tensor in two shards it says which one counts
-    sources = tuple(Source.of(checkpoint.path, file) for file in sorted(files))
+    # The index is one of them: of a tensor in two shards it says which one counts.
+    sources = tuple(Source.of(checkpoint.path, stamp) for stamp in checkpoint.files)
+    for source in sources:
+        source.check_unchanged()
     digest = hashlib.sha256(os.fsencode(path) + b"\0" + quant.encode()).hexdigest()
     return Fingerprint(f"{_readable(path)}-{quant}-{digest[:12]}", path, quant, sources, tuple(layouts))
 
@@ -189,7 +184,7 @@ class Manifest:
             found = json.loads(text)
             for key, needed in (("format", FORMAT_VERSION), ("packing", PACKING_VERSION), ("quant", expected.quant)):
                 if found[key] != needed:
-                    raise StaleError(f"its {key} is {found[key]!s:.40}, needed is {needed}")
+                    raise StaleError(f"its {key} is {printable(str(found[key]), 40)}, needed is {needed}")
             _compare_slabs(found["slabs"], expected)
             _compare_sources({source["name"]: int(source["size"]) for source in found["sources"]}, expected)
             return cls(
@@ -197,7 +192,7 @@ class Manifest:
                 times_ns={source["name"]: int(source["mtime_ns"]) for source in found["sources"]},
                 source_sha256={source["name"]: str(source["sha256"]) for source in found["sources"]},
                 slab_sha256={slab["name"]: str(slab["sha256"]) for slab in found["slabs"]},
-                lost_groups={str(name): int(count) for name, count in found["lost_groups"].items()},
+                lost_groups=_lost_groups(found["lost_groups"], expected),
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__} {error}") from error
@@ -247,7 +242,7 @@ def _hash_chunk(source: Source, start: int) -> bytes:
                 digest.update(buffer[:num_read])
                 left -= num_read
     except OSError as error:
-        raise CheckpointError(f"cannot read {source.path}: {error.strerror}") from error
+        raise unreadable(source.path, error) from error
     return digest.digest()
 
 
@@ -262,6 +257,14 @@ def _slab_record(layout: SlabLayout) -> dict[str, Any]:
         for entry in layout.entries
     ]
     return {"name": slab_name(layout.layer), "bytes": layout.num_bytes, "matrices": matrices}
+
+
+def _lost_groups(found: Mapping[str, Any], expected: Fingerprint) -> dict[str, int]:
+    """Lost groups by tensor. Raises ValueError for a name or a number that no packing gives."""
+    for name, count in found.items():
+        if not name.isprintable() or type(count) is not int or not 0 < count <= expected.num_bytes:
+            raise ValueError(f"lost_groups has {count} for {name}")
+    return dict(found)
 
 
 def _compare_slabs(found: Sequence[Mapping[str, Any]], expected: Fingerprint) -> None:
@@ -279,7 +282,7 @@ def _compare_sources(found: Mapping[str, int], expected: Fingerprint) -> None:
             before, now = (
                 f"{size} bytes" if size is not None else "absent" for size in (found.get(name), sizes.get(name))
             )
-            raise StaleError(f"{name} was {before}, now {now}")
+            raise StaleError(f"{printable(name)} was {before}, now {now}")
 
 
 def _readable(path: Path) -> str:

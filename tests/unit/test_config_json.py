@@ -167,6 +167,11 @@ def test_quantised_weights_are_refused_by_name(config: Path, where: str) -> None
         ("vocab_size", True, "vocab_size is true"),
         ("rms_norm_eps", -1e-6, "rms_norm_eps is -1e-06"),
         ("eos_token_id", "616", 'eos_token_id is "616"'),
+        ("eos_token_id", [616, 2**31], "at most 2147483647"),
+        ("rms_norm_eps", 10**400, "a number above zero that a float can hold"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is NaN"),
+        ("hidden_size", 10**400, "at most 2147483647"),
+        ("rope_scaling.mrope_section", [10**400, 6, 5], "at most 2147483647"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(config: Path, key: str, value: object, named: str) -> None:
@@ -198,6 +203,36 @@ def test_eos_ids_are_a_number_or_a_list(config: Path, eos: object, ids: tuple[in
 def test_what_is_not_json_is_named(config: Path, content: bytes) -> None:
     config.write_bytes(content)
     assert f"{config} is not JSON ({len(content)} bytes)" in error_of(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "it nests too deeply"),
+        ('{"a": ' * 100_000, "it nests too deeply"),
+        ('{"a": ' + "[" * 100 + "]" * 100 + "}", "it nests deeper than 64 levels"),
+        ('{"architectures": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ('{"a": 1, "b": {"c": [1], "c": [2]}}', 'it gives "c" two values, [1] and [2]'),
+    ],
+)
+def test_json_that_no_tool_writes_is_named(config: Path, content: str, reason: str) -> None:
+    config.write_text(content)
+    assert f"{config} is not JSON ({len(content)} bytes): {reason}" in error_of(config)
+
+
+def test_a_key_twice_with_one_value_is_taken(config: Path) -> None:
+    before = read_config(config)
+    config.write_text(config.read_text().rstrip().removesuffix("}") + ', "tie_word_embeddings": true}')
+    assert read_config(config) == before
+
+
+def test_odd_values_are_shown_on_one_line(config: Path) -> None:
+    edit_json(config, {"architectures": ["a\n\ud800", 10**400]})
+    assert error_of(config).isprintable()
+    edit_json(config, {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config.hidden_act": ["\ud800"]})
+    assert error_of(config).isprintable()
+    edit_json(config, {"text_config.quantization_config": {"quant_method": {"\n": 1}}})
+    assert error_of(config).isprintable()
 
 
 def test_a_json_list_is_refused(config: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from kestrel_cuda.checkpoint.files import FileStamp
 from kestrel_cuda.config import Quant
 from kestrel_cuda.errors import CheckpointError, InternalError
 from kestrel_cuda.quant import strip_manifest
@@ -126,7 +127,7 @@ def test_a_tree_hash_is_over_the_hashes_of_pieces(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(strip_manifest, "_READ_BYTES", 1024)
     content = np.random.default_rng(0).bytes(10_000)
     (tmp_path / "file").write_bytes(content)
-    source = strip_manifest.Source.of(tmp_path, tmp_path / "file")
+    source = strip_manifest.Source.of(tmp_path, FileStamp.of(tmp_path / "file"))
     pieces = [hashlib.sha256(content[start : start + 3000]).digest() for start in range(0, 10_000, 3000)]
     with strip_manifest.hash_executor() as executor:
         chunks = strip_manifest.start_hash(source, executor)
