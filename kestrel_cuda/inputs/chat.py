@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.template import ChatTemplate
-from kestrel_cuda.inputs.tokenizer import Tokenizer
+from kestrel_cuda.inputs.tokenizer import Tokenizer, half_character
+from kestrel_cuda.inputs.vocabulary import check_encoded, check_vocabulary, end_ids
 
-__all__ = ["ChatTemplate", "encode_chat", "end_ids"]
+__all__ = ["ChatTemplate", "check_encoded", "check_vocabulary", "encode_chat", "end_ids"]
 
-_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 def encode_chat(
@@ -30,19 +31,24 @@ def encode_chat(
     of ordinary text are Hugging Face's. A template that searches a message for an added token (as the Thinking
     models' searches earlier answers for `</think>`) does not find it. Raises InputError as `render` does.
     """
-    given = json.dumps([messages, tools, flags], ensure_ascii=False, default=str)
-    mask = _Mask(tokenizer.added_tokens.values(), unavailable=template.text + given)
-    hidden_tools = mask.hide(tools, "type") if tools else None
-    rendered = template.render(mask.hide(messages, "role", "type"), add_generation_prompt, hidden_tools, **flags)
+    try:
+        given = json.dumps([messages, tools, flags], ensure_ascii=False, default=str)
+        if found := half_character(given):
+            raise InputError(f"the conversation is not valid Unicode ({found} is half a character); give it as UTF-8")
+        mask = _Mask(tokenizer.added_tokens.values(), unavailable=template.text + given)
+        hidden, hidden_tools = mask.hide(messages, "role", "type"), mask.hide(tools, "type") if tools else None
+    except RecursionError as error:
+        raise InputError("the conversation nests too deeply; give its contents as plain texts") from error
+    rendered = template.render(hidden, add_generation_prompt, hidden_tools, **flags)
+    if found := half_character(rendered):
+        raise InputError(
+            f"the chat template ({template.source}) gives text that is not valid Unicode ({found} is half a "
+            "character); take the template of the original checkpoint"
+        )
     ids: list[int] = []
     for piece in tokenizer.split(rendered):
         ids += [piece] if isinstance(piece, int) else tokenizer.encode_plain(mask.restore(piece))
     return ids
-
-
-def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer: generation_config.json's, then config.json's, then the tokenizer's, each once."""
-    return tuple(dict.fromkeys(checkpoint.generation_eos_ids + checkpoint.config.eos_ids + tokenizer.eos_ids))
 
 
 class _Mask:
@@ -60,6 +66,11 @@ class _Mask:
         free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in taken)
         outer = dict.fromkeys(character for token in self._tokens for character in (token[0], token[-1]))
         self._marker = dict(zip(outer, free, strict=False))
+        if len(self._marker) < len(outer):
+            raise InputError(
+                "the conversation uses up Unicode's private-use characters, of which some are needed to keep text "
+                "apart from the template's tokens; give it in parts"
+            )
         self._original = str.maketrans({marker: character for character, marker in self._marker.items()})
 
     def hide(self, value: Any, *verbatim: str) -> Any:

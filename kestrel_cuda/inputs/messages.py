@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
+from kestrel_cuda.checkpoint.json_file import shown
 from kestrel_cuda.errors import InputError
 
 Message = dict[str, object]
 
 ROLES = ("system", "user", "assistant", "tool")
-_PICTURE_KEYS = ("image", "image_url", "video", "video_url")
+_PICTURE_KEYS = ("image", "image_url", "video", "video_url", "input_image", "input_video", "images", "videos")
 
 
 def check_messages(value: object, where: str = "the conversation") -> list[Message]:
@@ -36,12 +35,13 @@ def _check_message(message: object, where: str) -> None:
         raise InputError(f"{where} is {_kind(message)}; an object with role and content is needed")
     role = message.get("role")
     if role not in ROLES:
-        raise InputError(f"{where} has role {json.dumps(role, ensure_ascii=False)}; roles are {', '.join(ROLES)}")
+        raise InputError(f"{where} has role {shown(role)}; roles are {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise InputError(f"{where} ({role}) has content {_kind(content)}; text or a list of text parts is needed")
+        found = f"content that is {_kind(content)}" if "content" in message else "no content"
+        raise InputError(f"{where} ({role}) has {found}; text or a list of text parts is needed")
     for number, part in enumerate(content, start=1):
         _check_part(part, f"{where} ({role}), part {number},")
 
@@ -54,7 +54,7 @@ def _check_part(part: object, where: str) -> None:
     if pictures:
         raise InputError(f"{where} is a picture or video ({pictures[0]}); pictures are not supported yet, only text")
     if kind != "text" or not isinstance(part.get("text"), str):
-        found = f"type {json.dumps(kind, ensure_ascii=False)} with text {_kind(part.get('text'))}"
+        found = f"type {shown(kind)} with text {_kind(part.get('text'))}"
         raise InputError(f'{where} has {found}; an object like {{"type": "text", "text": "..."}} is needed')
 
 

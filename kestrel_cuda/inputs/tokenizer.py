@@ -10,15 +10,15 @@ import tokenizers
 
 from kestrel_cuda.checkpoint.json_file import read_json_if_present
 from kestrel_cuda.errors import CheckpointError, InputError
-from kestrel_cuda.inputs.tokenizer_files import load_tokenizer, named_tokens
+from kestrel_cuda.inputs.tokenizer_files import byte_alphabet, load_tokenizer, named_tokens
 
 
 class Tokenizer:
     """A byte-level BPE tokenizer with added tokens.
 
-    `size` is one more than the largest id it knows; ids at or above are padding rows of the model. `added_tokens`
-    gives each added token's text by id. `eos_ids` is what tokenizer_config.json alone calls the end. Encoding raises
-    InputError for text that is not valid Unicode.
+    `size` is one more than the largest id it knows, `base_size` than the largest that is no added token's; ids from
+    `size` on are padding rows of the model. `added_tokens` gives each added token's text by id. `eos_ids` is what
+    tokenizer_config.json alone calls the end. Encoding raises InputError for text that is not valid Unicode.
     """
 
     def __init__(self, full: tokenizers.Tokenizer, eos_ids: tuple[int, ...] = ()) -> None:
@@ -30,6 +30,7 @@ class Tokenizer:
         added = full.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.base_size = 1 + max(full.get_vocab(with_added_tokens=False).values())
         self.size = 1 + max(full.get_vocab(with_added_tokens=True).values())
         self.eos_ids = eos_ids
 
@@ -103,21 +104,22 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-def _checked(text: str) -> str:
-    """`text`, if UTF-8 can hold it: half a surrogate pair comes from JSON escapes and from bytes on a command line."""
+def half_character(text: str) -> str | None:
+    """The first surrogate in `text` and its place, None where UTF-8 can hold it all.
+
+    Half a surrogate pair comes from JSON escapes and from bytes on a command line.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X} at position {error.start}"
-        raise InputError(f"the text is not valid Unicode ({found} is half a character); give it as UTF-8") from error
+        return f"U+{ord(text[error.start]):04X} at position {error.start}"
+    return None
+
+
+def _checked(text: str) -> str:
+    if found := half_character(text):
+        raise InputError(f"the text is not valid Unicode ({found} is half a character); give it as UTF-8")
     return text
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if printable, else from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
+_BYTES = byte_alphabet()

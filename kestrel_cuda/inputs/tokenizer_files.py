@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeGuard
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from kestrel_cuda.checkpoint.files import is_present, open_file, printable
 from kestrel_cuda.checkpoint.json_file import JsonObject, read_json
 from kestrel_cuda.errors import CheckpointError
 
@@ -13,6 +15,8 @@ from kestrel_cuda.errors import CheckpointError
 _QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_PROBE = "Ab, 1\n\té世👍"
+_MAX_ID_DIGITS = 9
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -22,11 +26,11 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     Raises CheckpointError when a file is absent or damaged, or the tokenizer is not a byte-level one.
     """
     path = directory / "tokenizer.json"
-    tokenizer = _from_json(path) if path.exists() else _from_vocab(directory)
-    # Text streams join bytes themselves, which is right for this decoder alone.
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        found = "no decoder" if tokenizer.decoder is None else f"a {type(tokenizer.decoder).__name__} decoder"
-        raise CheckpointError(f"{path} has {found}; a byte-level tokenizer (decoder ByteLevel) is needed")
+    if is_present(path):
+        tokenizer = _from_json(path)
+    else:
+        path, tokenizer = directory / "vocab.json", _from_vocab(directory)
+    _check_byte_level(tokenizer, path)
     # Limits saved in the file never cut a prompt; transformers lifts them on every call.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -38,33 +42,75 @@ def named_tokens(tokenizer_config: JsonObject) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for key in _NAMED:
         value = tokenizer_config.get(key)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[key] = value
+        content = value.get("content") if isinstance(value, dict) else value
+        if _is_token(content):
+            tokens[key] = content
         elif value is not None:
             raise tokenizer_config.wrong(key, "a token's text")
     return tokens
 
 
-def _from_json(path: Path) -> Tokenizer:
+def byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary: itself if printable, else from U+0100 on."""
+    printables = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printables]
+    return {chr(byte): byte for byte in printables} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _is_token(content: object) -> TypeGuard[str]:
+    """Whether it is text that the library takes: not half a character, as JSON escapes can give."""
+    return isinstance(content, str) and content.encode(errors="replace").decode() == content
+
+
+def _check_byte_level(tokenizer: Tokenizer, path: Path) -> None:
+    """Raise unless any text becomes tokens, and tokens are bytes."""
+    needed = "a byte-level BPE tokenizer, as the original checkpoint has, is needed"
+    # Text streams join bytes themselves, which is right for this decoder alone.
+    for part, value, kind in (
+        ("decoder", tokenizer.decoder, decoders.ByteLevel),
+        ("model", tokenizer.model, models.BPE),
+    ):
+        if not isinstance(value, kind):
+            found = f"no {part}" if value is None else f"a {type(value).__name__} {part}"
+            raise CheckpointError(f"{path} has {found}; {needed}")
+    alphabet = byte_alphabet()
+    lacking = [byte for character, byte in alphabet.items() if tokenizer.model.token_to_id(character) is None]
+    if lacking:
+        raise CheckpointError(f"{path} has no token for byte {lacking[0]} ({len(lacking)} of 256 lack); {needed}")
     try:
-        return Tokenizer.from_file(str(path))
+        pieces = tokenizer.pre_tokenizer.pre_tokenize_str(_PROBE) if tokenizer.pre_tokenizer else [(_PROBE, None)]
+        Tokenizer(tokenizer.model).encode("".join(alphabet))
+        tokenizer.encode(_PROBE)
     except Exception as error:  # the library raises plain Exception for everything
-        raise CheckpointError(f"cannot read {path} ({path.stat().st_size} bytes): {error}; fetch it again") from error
+        raise CheckpointError(f"{path} cannot encode text: {printable(str(error))}; {needed}") from error
+    if not all(character in alphabet for piece, _ in pieces for character in piece):
+        raise CheckpointError(f"{path} does not take text apart into bytes (pre_tokenizer ByteLevel); {needed}")
+
+
+def _from_json(path: Path) -> Tokenizer:
+    with open_file(path) as file:
+        content = file.read()
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception for everything
+        reason = printable(str(error), most=200)
+        raise CheckpointError(f"cannot read {path} ({len(content)} bytes): {reason}; fetch it again") from error
 
 
 def _from_vocab(directory: Path) -> Tokenizer:
     vocab, merges = directory / "vocab.json", directory / "merges.txt"
-    missing = [path.name for path in (vocab, merges) if not path.exists()]
+    missing = [path.name for path in (vocab, merges) if not is_present(path)]
     if missing:
         raise CheckpointError(
             f"{directory} lacks tokenizer.json, and {' and '.join(missing)} to build it from; fetch it"
         )
+    for path in (vocab, merges):
+        open_file(path).close()
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # as above
-        raise CheckpointError(f"cannot read {vocab} or {merges}: {error}; fetch them again") from error
+        reason = printable(str(error), most=200)
+        raise CheckpointError(f"cannot read {vocab} or {merges}: {reason}; fetch them again") from error
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(_QWEN_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -79,11 +125,14 @@ def _add_tokens(tokenizer: Tokenizer, tokenizer_config: JsonObject) -> None:
     listed = tokenizer_config.child("added_tokens_decoder")
     if listed is None:
         raise tokenizer_config.missing("added_tokens_decoder")
+    for token_id in listed.values:
+        if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= _MAX_ID_DIGITS):
+            raise listed.wrong(token_id, "listed under a token id")
     for token_id in sorted(listed.values, key=int):
         entry = listed.child(token_id)
         content = entry and entry.get("content")
-        if entry is None or not isinstance(content, str):
-            raise listed.wrong(token_id, "an object with content")
+        if entry is None or not content or not _is_token(content):
+            raise listed.wrong(token_id, "an object with content, which is a token's text")
         flags = {key: entry.boolean(key) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         tokenizer.add_tokens([AddedToken(content, **flags)])
         if tokenizer.token_to_id(content) != int(token_id):

@@ -314,8 +314,10 @@ def test_conversations_that_are_taken(content: object, wrapped: bool) -> None:
         ([*user("x"), "Hi"], "chat.json: message 2 is a string"),
         ([{"content": "x"}], "chat.json: message 1 has role null"),
         ([{"role": "bot", "content": "x"}], 'chat.json: message 1 has role "bot"; roles are system, user,'),
-        (user(None), "chat.json: message 1 (user) has content null"),
-        (user(7), "chat.json: message 1 (user) has content a number"),
+        ([{"role": "user"}], "chat.json: message 1 (user) has no content"),
+        ([{"role": ["\n\ud800"]}], r'message 1 has role ["\\n\ud800"]'),
+        (user(None), "chat.json: message 1 (user) has content that is null"),
+        (user(7), "chat.json: message 1 (user) has content that is a number"),
         (user(["x"]), "chat.json: message 1 (user), part 1, is a string"),
         (user([{"type": "text"}]), 'part 1, has type "text" with text null'),
         (user([{"type": "audio", "text": "x"}]), 'part 1, has type "audio"'),
@@ -323,6 +325,9 @@ def test_conversations_that_are_taken(content: object, wrapped: bool) -> None:
         (user([{"type": "image_url", "image_url": {"url": "x"}}]), "pictures are not supported yet"),
         (user([{"image": "a.png"}]), "pictures are not supported yet"),
         (user([{"type": "video", "video": "a.mp4"}]), "pictures are not supported yet"),
+        (user([{"type": "input_image", "text": "x"}]), "is a picture or video (input_image)"),
+        (user([{"type": "text", "text": "x", "image": "a.png"}]), "is a picture or video (image)"),
+        (user([{"type": "text", "text": "x", "video": None}]), "is a picture or video (video)"),
     ],
 )
 def test_conversations_that_are_refused(value: object, complaint: str) -> None:

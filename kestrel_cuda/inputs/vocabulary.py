@@ -1,0 +1,41 @@
+"""What a tokenizer gives against what the model has: its ids, and those that end an answer. Encodes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kestrel_cuda.checkpoint.files import printable
+from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.errors import CheckpointError, InputError
+from kestrel_cuda.inputs.tokenizer import Tokenizer
+
+
+def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer: generation_config.json's, then config.json's, then the tokenizer's, each once."""
+    return tuple(dict.fromkeys(checkpoint.generation_eos_ids + checkpoint.config.eos_ids + tokenizer.eos_ids))
+
+
+def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError when ordinary text could become ids that the model has no embedding for.
+
+    Added tokens may lie beyond, as in a model tuned without them: `check_encoded` refuses them where they are used.
+    """
+    vocab_size = checkpoint.config.text.vocab_size
+    if tokenizer.base_size > vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.base_size - 1}, the model up to "
+            f"{vocab_size - 1} (vocab_size {vocab_size}); take the tokenizer files of the same checkpoint"
+        )
+
+
+def check_encoded(checkpoint: Checkpoint, tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """`ids` that the tokenizer gave. Raises InputError for an added token that the model has no embedding for."""
+    vocab_size = checkpoint.config.text.vocab_size
+    for token_id in ids:
+        if token_id >= vocab_size:
+            token = printable(tokenizer.added_tokens.get(token_id, "an unnamed token"))
+            raise InputError(
+                f"the prompt holds {token}, whose id {token_id} the model does not have (vocab_size {vocab_size}); "
+                "leave it out, or take the tokenizer files of the same checkpoint"
+            )
+    return list(ids)

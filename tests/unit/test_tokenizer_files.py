@@ -1,0 +1,111 @@
+"""Tokenizer files that no released checkpoint has: refused by name when they are read, not when text comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.inputs.template import ChatTemplate
+from kestrel_cuda.inputs.tokenizer import Tokenizer
+from tests import checkpoints
+from tests.checkpoints import edit_json
+
+
+@pytest.fixture
+def directory(oracle: Path, tmp_path: Path) -> Path:
+    """An editable copy of a checkpoint."""
+    return checkpoints.copy(oracle / "checkpoints/tiny-dense-tied", tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def older(directory: Path) -> Path:
+    """The same without tokenizer.json: vocab.json and merges.txt in its place."""
+    model = json.loads((directory / "tokenizer.json").read_text())["model"]
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (directory / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    (directory / "tokenizer.json").unlink()
+    return directory
+
+
+def error_of(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(directory)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"},
+        {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "<unk>", "continuing_subword_prefix": "##",
+         "max_input_chars_per_word": 100},
+        {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None},
+    ],
+)  # fmt: skip
+def test_other_models_are_refused(directory: Path, model: dict[str, Any]) -> None:
+    edit_json(directory / "tokenizer.json", {"model": model})
+    assert f"has a {model['type']} model; a byte-level BPE tokenizer" in error_of(directory)
+
+
+def lose_a_byte(content: dict[str, Any]) -> None:
+    content["model"]["vocab"]["!!!"] = content["model"]["vocab"].pop("~")
+
+
+def empty(content: dict[str, Any]) -> None:
+    content["model"] |= {"vocab": {}, "merges": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lose_a_byte, "has no token for byte 126 (1 of 256 lack)"),
+        (empty, "has no token for byte 33 (256 of 256 lack)"),
+        (lambda content: content.update(pre_tokenizer=None), "does not take text apart into bytes"),
+        (lambda content: content.update(pre_tokenizer={"type": "Whitespace"}), "does not take text apart into bytes"),
+        (lambda content: content.update(decoder=None), "has no decoder"),
+    ],
+)
+def test_what_would_lose_text_is_refused(
+    directory: Path, change: Callable[[dict[str, Any]], None], complaint: str
+) -> None:
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "~" not in "".join(pair)]
+    change(content)
+    path.write_text(json.dumps(content))
+    assert complaint in error_of(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"{}", b'{"version": "' + b"9" * 5000])
+def test_what_is_no_tokenizer_is_named(directory: Path, content: bytes) -> None:
+    (directory / "tokenizer.json").write_bytes(content)
+    assert f"tokenizer.json ({len(content)} bytes): " in error_of(directory)
+
+
+@pytest.mark.parametrize("eos", ["\ud800", 7, ["<|im_end|>"], {"content": "\ud800"}, {"content": None}, {}])
+def test_an_end_token_that_is_no_text_is_named(directory: Path, eos: object) -> None:
+    edit_json(directory / "tokenizer_config.json", {"eos_token": eos})
+    assert "it has to be a token's text" in error_of(directory)
+    with pytest.raises(CheckpointError, match="it has to be a token's text"):
+        ChatTemplate.load(directory)
+
+
+@pytest.mark.parametrize("token_id", ["abc", "9" * 5000, "-1", " 640", "6_40", "٣", "", "\ud800\n"])
+def test_added_tokens_under_no_id_are_named(older: Path, token_id: str) -> None:
+    path = older / "tokenizer_config.json"
+    listed = json.loads(path.read_text())["added_tokens_decoder"]
+    edit_json(path, {"added_tokens_decoder": listed | {token_id: {"content": "x"}}})
+    assert "it has to be listed under a token id" in error_of(older)
+
+
+@pytest.mark.parametrize("content", ["\ud800", "", None, 7])
+def test_added_tokens_of_no_text_are_named(older: Path, content: object) -> None:
+    Tokenizer.load(older)
+    edit_json(older / "tokenizer_config.json", {"added_tokens_decoder.614.content": content})
+    assert "added_tokens_decoder.614 is {" in error_of(older)
