@@ -151,7 +151,7 @@ PrefillChunk = Annotated[
     typer.Option(
         "--prefill-chunk",
         metavar="N",
-        help="Prompt tokens computed at a time.  [default: what fits, up to 512, or 2048 under a window]",
+        help="Prompt tokens computed at a time.  [default: what fits, up to 512; under a window on a GPU 2048]",
     ),
 ]
 

@@ -27,7 +27,13 @@ class Command(TyperCommand):
 
     # Typer shows its own context, and this method has the one of the Click inside it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _, extra, order = self.make_parser(ctx).parse_args(list(args))
+        try:
+            _, extra, order = self.make_parser(ctx).parse_args(list(args))
+        except typer.TyperException as error:
+            # Some come without the context, which tells whose --help to point to.
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
         if any(parameter.is_eager for parameter in order):
             # Help, whatever stands around it.
             return super().parse_args(ctx, args)

@@ -63,7 +63,8 @@ def run(
 ) -> flags.Invocation:
     """Answer a prompt.
 
-    Prints the text as it is generated, then one line TOKIDS with every token id, an end token's too.
+    Prints the text as it is generated, then one line TOKIDS with every token id, an end token's too. A run that is
+    interrupted prints what it has, with --json the whole object, and exits with 130 (Ctrl-C) or 143 (SIGTERM).
     """
     return flags.Invocation(answer, flags.given(context.params))
 

@@ -133,7 +133,7 @@ def test_json_says_off_where_everything_is_resident(kestrel: CommandLine) -> Non
         (("run", "-n", "1", "--max-new-tokens=2"), "setting", "--max-new-tokens/-n is given 2 times; give it once"),
         (("walk",), "setting", "No such command 'walk'"),
         ((), "setting", "Missing command; see kestrel-cuda --help"),
-        (("run", "-n"), "setting", "Option '-n' requires an argument"),
+        (("run", "-n"), "setting", "Option '-n' requires an argument; see kestrel-cuda run --help"),
         (("run", "--keep", "-1"), "setting", "--keep holds '-1'"),
         (("run", "--profile", "none"), "setting", "no profile 'none'"),
         (("run", "--raw", ""), "input", "the prompt is empty"),
