@@ -19,6 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kestrel_cuda.checkpoint.files import NotAFileError, open_plain
 from kestrel_cuda.errors import CheckpointError, InternalError
 from kestrel_cuda.quant.packed import SlabLayout
 from kestrel_cuda.quant.strip_manifest import (
@@ -34,6 +35,8 @@ from kestrel_cuda.quant.strip_manifest import (
 
 _READ_AHEAD_BYTES = 2**17
 """What one piece of advice is good for: Linux reads no more at it than the device's read-ahead, 128 KiB by default."""
+
+_MAX_MANIFEST_BYTES = 2**26  # thousands of layers take less
 
 
 class DamagedStripCache(CheckpointError):
@@ -90,9 +93,10 @@ class StripCache:
         self._sha256 = {layout.layer: manifest.slab_sha256[slab_name(layout.layer)] for layout in expected.layouts}
         self._ranges = {layout.layer: (start, layout.num_bytes) for layout, start in expected.ranges()}
         try:
-            self._file = os.open(WEIGHTS_FILE, os.O_RDONLY, dir_fd=folder)
+            with open_plain(WEIGHTS_FILE, dir_fd=folder) as file:
+                self._file = os.dup(file.fileno())
         except OSError as error:
-            raise _damaged(path, f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from error
+            raise _damaged(path, _unreadable(WEIGHTS_FILE, error)) from error
         try:
             size, header = os.fstat(self._file).st_size, expected.header
             if size != self.num_bytes:
@@ -103,7 +107,7 @@ class StripCache:
             self._memory = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         except OSError as error:
             os.close(self._file)
-            raise _damaged(path, f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from error
+            raise _damaged(path, _unreadable(WEIGHTS_FILE, error)) from error
         except BaseException:
             os.close(self._file)
             raise
@@ -177,12 +181,18 @@ def _damaged(path: Path, reason: str) -> DamagedStripCache:
     return DamagedStripCache(f"the strip cache {path} is damaged: {reason}")
 
 
+def _unreadable(name: str, error: OSError) -> str:
+    return (
+        f"{name} {error.strerror}" if isinstance(error, NotAFileError) else f"{name} cannot be read: {error.strerror}"
+    )
+
+
 def _read_manifest(path: Path, folder: int, expected: Fingerprint) -> Manifest:
     try:
-        with open(MANIFEST_FILE, "rb", opener=lambda name, flags: os.open(name, flags, dir_fd=folder)) as file:
-            return Manifest.parse(file.read(), expected)
+        with open_plain(MANIFEST_FILE, dir_fd=folder) as file:
+            return Manifest.parse(file.read(_MAX_MANIFEST_BYTES), expected)
     except OSError as error:
-        raise _damaged(path, f"{MANIFEST_FILE} cannot be read: {error.strerror}") from error
+        raise _damaged(path, _unreadable(MANIFEST_FILE, error)) from error
     except ValueError as error:
         raise _damaged(path, f"{MANIFEST_FILE} is not a manifest") from error
 

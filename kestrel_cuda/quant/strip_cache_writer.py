@@ -41,11 +41,13 @@ class StripCacheWriter:
     """Saves a packed checkpoint, slab by slab: a context in which every slab is added once, then committed.
 
     Entering it says that whatever bears its name now is to be replaced. Left without `commit`, it leaves nothing
-    behind. Entering and writing raise SettingError when the directory cannot be written or has not enough room.
+    behind. Entering and writing raise SettingError when the directory cannot be written or has not enough room;
+    `because` says why there was anything to write, when it was not that nothing was there: what `find` complained of.
     """
 
-    def __init__(self, directory: Path, expected: Fingerprint) -> None:
+    def __init__(self, directory: Path, expected: Fingerprint, because: str | None = None) -> None:
         self._directory, self._expected = directory, expected
+        self._because = f"{because}; " if because else ""
         self._target = directory / expected.folder
         self._ranges = {layout.layer: start for layout, start in expected.ranges()}
         self._slab_sha256: dict[str, str] = {}
@@ -58,14 +60,15 @@ class StripCacheWriter:
             directory.mkdir(parents=True, exist_ok=True)
             _sweep(directory)
             if self._target.is_symlink() or (self._target.exists() and not self._target.is_dir()):
-                raise SettingError(f"--strip-cache: {self._target} is not a directory; remove it")
+                raise SettingError(f"{self._because}--strip-cache: {self._target} is not a directory; remove it")
             self._replaced = _identity(self._target)
             self._temporary, self._lock = _make_temporary(directory, expected.folder)
             free_bytes = shutil.disk_usage(directory).free
             if free_bytes < expected.num_bytes:
+                free, needed = format_size(free_bytes), format_size(expected.num_bytes)
                 raise SettingError(
-                    f"--strip-cache {directory} has {format_size(free_bytes)} free; {format_size(expected.num_bytes)} "
-                    "are needed: make room, or give another directory"
+                    f"{self._because}--strip-cache {directory} has {free} free; {needed} are needed: make room, or "
+                    "give another directory"
                 )
             self._file = os.open(self._temporary / WEIGHTS_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             self._write(memoryview(expected.header), 0)
@@ -165,9 +168,26 @@ class StripCacheWriter:
         self._lock = self._file = -1
 
     def _cannot_write(self, error: OSError) -> SettingError:
-        return SettingError(
-            f"--strip-cache cannot write to {self._directory}: {error.strerror}; give a directory that can be written"
-        )
+        reason, advice = _why_not(self._directory, error)
+        return SettingError(f"{self._because}--strip-cache cannot write to {self._directory}: {reason}; {advice}")
+
+
+def _why_not(directory: Path, error: OSError) -> tuple[str, str]:
+    """Why the directory cannot be written, and what to do about it."""
+    reason = error.strerror or str(error)
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return reason, "make room, or give another directory"
+        case errno.EFBIG:
+            return reason, "raise the limit on the size of a file (ulimit -f), or give another file system"
+        case errno.EEXIST if directory.is_symlink():
+            return "it is a link to a directory that does not exist", "make that directory, or give another"
+        case errno.EEXIST | errno.ENOTDIR:
+            return "it is not a directory, or below something that is none", "give a directory"
+        case errno.EIO:
+            return reason, "check the disk that it is on, or give another directory"
+        case _:
+            return reason, "give a directory that can be written"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
