@@ -1,7 +1,7 @@
 """The steps of a layer as kernel launches on one GPU. Compared with backends/cpu.py, its definition.
 
 Which kernel runs depends on the number of rows; the bits of a row's result do not (see kernels/gemv.cu and
-kernels/attention_half.cu for the orders of summation they share).
+kernels/attention_half.cuh for the orders of summation they share).
 """
 
 from __future__ import annotations

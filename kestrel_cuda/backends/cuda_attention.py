@@ -1,6 +1,6 @@
 """Attention on a GPU: which kernel serves which cache and how many queries. The bits of a query do not depend on it.
 
-float16 caches go to the tensor cores (kernels/attention_half.cu), float32 ones stay in float32 (kernels/attention.cu).
+float16 caches go to the tensor cores (kernels/attention_few.cu, _many.cu), float32 ones to attention.cu.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def float_tile_bytes(head_dim: int) -> int:
 
 
 def half_tile_bytes(head_dim: int) -> int:
-    """attention_half.cu's `ManyRows`: queries, weights, two subtiles of keys, maxima."""
+    """attention_many.cu's `ManyRows`: queries, weights, two subtiles of keys, maxima."""
     key_stride = head_dim + (0 if head_dim == 32 else 32)
     halves = HALF_TILE_ROWS * (head_dim + 8 + SPLIT_SLOTS + 8) + 2 * SUBTILE_SLOTS * key_stride
     return 2 * halves + 2 * HALF_TILE_ROWS * 4

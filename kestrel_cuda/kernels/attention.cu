@@ -1,5 +1,5 @@
 // Causal grouped-query attention over a float32 key-value cache, in float32 throughout, for any number of queries, in
-// memory linear in length. attention_half.cu is its counterpart for float16 caches.
+// memory linear in length. attention_half.cuh is its counterpart for float16 caches.
 //
 // The sums are fixed by cache position alone. The cache is cut into splits of 256 slots; inside a split, for one query
 // and head: scores q.k by fma over the head's channels in ascending order, times the scale; the split's maximum; the

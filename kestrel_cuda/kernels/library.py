@@ -22,7 +22,7 @@ from kestrel_cuda.errors import DeviceError, InternalError
 ARCHITECTURES = (80, 86, 89, 90, 120)
 """Compute capabilities every kernel is compiled for in tests."""
 
-_INCLUDE = '#include "common.cuh"\n'
+_INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
 _SIGNATURE = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*(?:\([^)]*\)[^)]*)*\)\s*)?(\w+)\s*\(([^)]*)\)\s*\{', re.S
 )
@@ -68,12 +68,16 @@ def kernel_files() -> list[str]:
 
 @cache
 def source(name: str) -> str:
-    """A .cu file with common.cuh put in its place, so that the text alone decides what is compiled."""
+    """A .cu file with every .cuh it includes put in its place, so that the text alone decides what is compiled."""
     folder = files(__package__)
     text = (folder / f"{name}.cu").read_text(encoding="utf-8")
-    common = (folder / "common.cuh").read_text(encoding="utf-8")
-    head, tail = text.split(_INCLUDE)
-    return f'{head}#line 1 "common.cuh"\n{common}\n#line {head.count(chr(10)) + 2} "{name}.cu"\n{tail}'
+
+    def put_in(include: re.Match[str]) -> str:
+        next_line = text.count("\n", 0, include.start()) + 2
+        included = (folder / include[1]).read_text(encoding="utf-8")
+        return f'#line 1 "{include[1]}"\n{included}\n#line {next_line} "{name}.cu"\n'
+
+    return _INCLUDE.sub(put_in, text)
 
 
 def _expand_macros(text: str) -> str:

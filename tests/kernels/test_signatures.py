@@ -95,7 +95,7 @@ def struct_bytes(name: str, struct: str, head_dim: int) -> int:
 def static_shared_bytes(kernel: str) -> int:
     """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
     if found := re.fullmatch(r"attend_(?:split|row)_f16_(\d+)", kernel):
-        return struct_bytes("attention_half", "FewRows", int(found[1])) + (16 if "row" in kernel else 0)
+        return struct_bytes("attention_few", "FewRows", int(found[1])) + (16 if "row" in kernel else 0)
     if kernel.startswith("norm_"):
         return constants("decode")["kNormThreads"] // constants("decode")["kWarp"] * 4
     return 0
@@ -246,7 +246,7 @@ class TestParsing:
         sizes = [f"{cache}_{d}" for cache in ("f16", "f32") for d in (16, 32, 64, 128)]
         assert {f"attend_{kind}_{size}" for kind in ("split", "tiled") for size in sizes} <= ALL_KERNELS.keys()
         assert {f"attend_row_f16_{d}" for d in (16, 32, 64, 128)} <= ALL_KERNELS.keys()
-        half = library.signatures("attention_half")["attend_split_f16_64"]
+        half = library.signatures("attention_few")["attend_split_f16_64"]
         wide = library.signatures("attention")["attend_split_f32_64"]
         assert [p.c_type for p in half.parameters if p.name == "k_hsd"] == ["u16"]
         assert [p.c_type for p in wide.parameters if p.name == "k_hsd"] == ["float"]
@@ -276,11 +276,11 @@ class TestSizes:
         ("ours", "name", "theirs"),
         [
             ("cuda_attention.SPLIT_SLOTS", "attention", "kSplit"),
-            ("cuda_attention.SPLIT_SLOTS", "attention_half", "kSplit"),
+            ("cuda_attention.SPLIT_SLOTS", "attention_few", "kSplit"),
             ("cuda_attention.SUBTILE_SLOTS", "attention", "kSubtile"),
             ("cuda_attention.FLOAT_TILE_ROWS", "attention", "kRows"),
-            ("cuda_attention.HALF_TILE_ROWS", "attention_half", "kTileRows"),
-            ("cuda_attention.MAX_QUERIES_PER_KV", "attention_half", "kMmaRows"),
+            ("cuda_attention.HALF_TILE_ROWS", "attention_many", "kTileRows"),
+            ("cuda_attention.MAX_QUERIES_PER_KV", "attention_few", "kMmaRows"),
             ("cuda_decode.COLUMNS", "decode", "kColumns"),
             ("cuda_decode.PIECE_INPUTS", "decode", "kPiece"),
             ("cuda_decode.NORM_THREADS", "decode", "kDecodeThreads"),
@@ -562,7 +562,7 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         floats = c["kRows"] * (d + 4 + c["kScoreStride"] + 4) + c["kSubtile"] * (d + 4)
         assert asked[f"attend_tiled_f32_{d}"] == {4 * floats}
 
-    c = constants("attention_half")
+    c = constants("attention_few")
     for d in HEAD_DIMS:
         # The weighted values of each subtile for a kv head's queries.
         parts = {group: 4 * c["kSubtiles"] * group * d for group, _ in GROUPS}
@@ -570,4 +570,4 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         # Other groups share an activation scale between kv heads.
         whole = {size for group, size in parts.items() if group * d % ACTIVATION_GROUP == 0}
         assert asked[f"attend_row_f16_{d}"] == whole
-        assert asked[f"attend_tiled_f16_{d}"] == {struct_bytes("attention_half", "ManyRows", d)}
+        assert asked[f"attend_tiled_f16_{d}"] == {struct_bytes("attention_many", "ManyRows", d)}
