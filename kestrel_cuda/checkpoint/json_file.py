@@ -12,6 +12,9 @@ from kestrel_cuda.errors import CheckpointError
 MAX_INTEGER = 2**31 - 1
 """The largest whole number taken: far above any size or id there is, and safe to compute with."""
 
+MAX_NUMBER = 3.4e38
+"""The largest number taken: about what a float32 holds."""
+
 MAX_DEPTH = 64
 """Levels of objects and lists: far above any real file, and far below what Python's own stack allows."""
 
@@ -52,14 +55,12 @@ class JsonObject:
         return value
 
     def number(self, key: str) -> float:
-        """A number above zero."""
+        """A number above zero that a float32 can hold."""
         value = self._needed(key)
-        try:
-            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < float(value) < float("inf"):
-                return float(value)
-        except OverflowError:
-            raise self.wrong(key, "a number above zero that a float can hold") from None
-        raise self.wrong(key, "a number above zero")
+        # Compared before it is converted: a whole number from a file may be larger than any float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self.wrong(key, f"a number above zero, at most {MAX_NUMBER}")
+        return float(value)
 
     def boolean(self, key: str) -> bool:
         value = self._needed(key)

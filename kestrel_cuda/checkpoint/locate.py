@@ -15,6 +15,7 @@ from kestrel_cuda.errors import CheckpointError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MAX_NAME_CHARACTERS = 255
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     spellings: dict[str, str] = {}
     names: dict[str, str] = {}
     for file_name in weight_map.values.values():
-        if not isinstance(file_name, str) or not file_name.isprintable() or not PurePosixPath(file_name).name:
+        if not isinstance(file_name, str) or not _is_file_name(file_name):
             raise CheckpointError(f"{index} gives {shown(file_name)} for a file; the name of one is needed")
         if file_name in spellings:
             continue
@@ -120,6 +121,10 @@ def _weight_map(index: Path) -> dict[str, str]:
         real = os.path.realpath(index.parent / relative)
         spellings[file_name] = names.setdefault(real, str(relative))
     return {tensor: spellings[str(file_name)] for tensor, file_name in weight_map.values.items()}
+
+
+def _is_file_name(text: str) -> bool:
+    return text.isprintable() and len(text) <= _MAX_NAME_CHARACTERS and PurePosixPath(text).name != ""
 
 
 def _check_listed(index: Path, weight_map: dict[str, str], files: dict[str, TensorFile]) -> None:

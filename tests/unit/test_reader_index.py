@@ -50,7 +50,7 @@ def test_a_file_outside_the_folder_is_refused(directory: Path, name: str) -> Non
     assert f"names {name}, which is outside {directory}; files beside it are needed" in error_of(directory)
 
 
-@pytest.mark.parametrize("name", [7, None, "", ".", "a\0b", "a\nb", "\ud800", ["x"], {"a": [1]}])
+@pytest.mark.parametrize("name", [7, None, "", ".", "a\0b", "a\nb", "\ud800", "x" * 5000, ["x"], {"a": [1]}])
 def test_a_file_name_that_is_none_is_refused(directory: Path, name: object) -> None:
     edit_index(directory, lambda weights: weights.update({Q_PROJ: name}))
     assert "for a file; the name of one is needed" in error_of(directory)
