@@ -171,8 +171,8 @@ def measure(
             device_read_gb_per_s=runs[chosen[0]].checked.device_read_gb_per_s,
             all_equal=_all_equal(runs.values()),
             rows=tuple(_row(config, variant, runs[variant], link) for variant in chosen),
-            notes=tuple(dict.fromkeys((*load.notes, *_cut(keeps, load.num_layers)))),
-            warnings=load.warnings,
+            notes=load.notes,
+            warnings=tuple(dict.fromkeys((*load.warnings, *_cut(keeps, load.num_layers)))),
         )
     finally:
         engine.close()

@@ -111,7 +111,7 @@ class Engine:
         notes, warnings = list(self.checkpoint.notes), list(self.checkpoint.warnings)
         if self.chat is not None:
             warnings += self.chat.warnings
-        backend = self._open_backend(notes)
+        backend = self._open_backend(warnings)
         self.backend = backend
         backend.check_heads(model.text.head_dim, model.text.num_heads // model.text.num_kv_heads)
         quantized = config.quant is not Quant.NONE
@@ -129,6 +129,7 @@ class Engine:
         )
         plan = self._plan_for(config)
         notes += plan.notes
+        warnings += plan.warnings
         if config.quant is Quant.G256:
             narrow = [name for name, kind in weights.quant_by_class.items() if kind != "g256"]
             if narrow:
@@ -205,9 +206,7 @@ class Engine:
         if self._store is None or self._model is None or self.backend is None or self.plan is None:
             raise InternalError("set_window() was called before load()")
         loaded = self.plan
-        wished = replace(
-            self.config, keep=keep, policy=policy, prefetch=prefetch, prefill_chunk=loaded.prefill_chunk
-        )
+        wished = replace(self.config, keep=keep, policy=policy, prefetch=prefetch, prefill_chunk=loaded.prefill_chunk)
         plan = self._plan_for(wished, embeddings_on=loaded.embeddings_on)
         self._store.set_window(make_window(policy, self.checkpoint.config.text.num_layers, plan.keep, prefetch), evict)
         self._model.forget_captures()
@@ -275,12 +274,12 @@ class Engine:
             raise InternalError("flip_host_bit() was called before load()")
         self._store.flip_host_bit(layer)
 
-    def _open_backend(self, notes: list[str]) -> Backend:
+    def _open_backend(self, warnings: list[str]) -> Backend:
         if self.config.backend != "auto":
             return open_backend(self.config.backend, self.config.device)
         backend, reason = open_best_backend(self.config.device)
         if reason:
-            notes.append(f"running on the CPU: {reason}")
+            warnings.append(f"running on the CPU: {reason}")
         return backend
 
     def _stored_element(self, key: WeightKey) -> Element:

@@ -51,7 +51,7 @@ class WeightLoader:
             return
         streams = self._config.host_keep > 0 and window is not None and bool(window.upload_cycle)
         if self._config.host_keep and not streams:
-            self._notes.append(f"--host-keep {self._config.host_keep} has nothing to hold: no layer is uploaded again")
+            self._warnings.append(f"--host-keep {self._config.host_keep} has nothing to hold: no layer is uploaded again")
         expected = fingerprint(self._checkpoint, self._config.quant, list(self._weights.layouts))
         found = find(self._config.strip_cache, expected)
         if isinstance(found, Miss):

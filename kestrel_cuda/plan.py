@@ -43,6 +43,7 @@ class Plan:
     weight_budget_bytes: int
     rows: tuple[tuple[str, int], ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -98,12 +99,14 @@ class _Planner:
             best = 1
         if best is None:
             raise DeviceError(self._nothing_fits())
-        keep, notes = best, []
+        keep = best
+        notes: list[str] = []
+        warnings: list[str] = []
         if self.config.keep is not None:
             keep = min(self.config.keep, num_layers)
             if keep < self.config.keep:
                 too_many = f"--keep {self.config.keep} is more than the model's {num_layers} layers"
-                notes.append(f"{too_many}: {num_layers} are kept")
+                warnings.append(f"{too_many}: {num_layers} are kept")
         elif best:
             notes.append(
                 f"the weights do not fit {self.bound} whole: a window of --keep {best} of {num_layers} layers is used"
@@ -129,6 +132,7 @@ class _Planner:
             min(self.cache_budget_bytes, self.total_bytes),
             tuple(self.rows(keep, chunk, on_device)),
             tuple(notes),
+            tuple(warnings),
         )
 
     @property

@@ -7,9 +7,6 @@ from typing import Protocol
 
 from kestrel_cli.settings import Settings
 
-_UNFULFILLED = ("running on the CPU: ", "--keep ", "--host-keep ")
-"""How the engine begins a note on a wish that it did not follow to the letter: these are warnings to a user."""
-
 
 class Shows(Protocol):
     """Where people read it."""
@@ -32,10 +29,7 @@ class Heard:
     def add(self, notes: Iterable[str], warnings: Iterable[str]) -> None:
         """What the engine or the settings have to say."""
         for text in notes:
-            if text.startswith(_UNFULFILLED):
-                self.warn(text)
-            else:
-                self.note(text)
+            self.note(text)
         for text in warnings:
             self.warn(text)
 

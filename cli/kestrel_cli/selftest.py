@@ -54,7 +54,8 @@ def check(given: flags.Given, variables: Mapping[str, str], output: Output) -> N
 
     def opened(backend: str, device: str, reason: str | None) -> None:
         screen.backend(backend, device)
-        heard.add([f"running on the CPU: {reason}"] if reason else [], options.unused_device(settings, backend))
+        heard.add([], [f"running on the CPU: {reason}"] if reason else [])
+        heard.add([], options.unused_device(settings, backend))
 
     with settings.naming_sources():
         report = run_checks(config, opened, lambda one: output.text(_line(one)))

@@ -18,20 +18,10 @@ def test_what_is_said_is_in_the_object(kestrel: CommandLine) -> None:
         assert ran.err.count(f"{text}\n") == 1
 
 
-@pytest.mark.parametrize(
-    "note", ["running on the CPU: no GPU", "--keep 9 is more than the model's 4 layers: 4 are kept", "--host-keep 2 no"]
-)
-def test_a_wish_that_is_not_followed_is_a_warning(kestrel: CommandLine, note: str) -> None:
-    ran = kestrel("run", "hi", "--json", notes=(note, "a fact"))
-    assert note in ran.json["warnings"]
-    assert ran.json["notes"] == ["a fact"]
-    assert f"warning: {note}\n" in ran.err
-
-
-def test_a_warning_names_where_the_wish_came_from(kestrel: CommandLine) -> None:
+def test_what_is_said_names_where_the_wish_came_from(kestrel: CommandLine) -> None:
     note = "--keep 9 is more than the model's 4 layers: 4 are kept"
     ran = kestrel("run", "hi", "--json", variables={"VLLM_CUDA_STREAM": "9"}, notes=(note,))
-    assert f"{note} (--keep comes from VLLM_CUDA_STREAM)" in ran.json["warnings"]
+    assert ran.json["notes"] == [f"{note} (--keep comes from VLLM_CUDA_STREAM)"]
 
 
 @pytest.mark.parametrize("device", ["0", "1"])

@@ -149,7 +149,7 @@ class TestWindows:
     def test_more_than_all_layers_is_all_layers(self, measure: Measure) -> None:
         report = measure((0, 99), rounds=1)
         assert [row.keep for row in report.rows] == ["off", L]
-        assert report.notes.count("--keep 99 is more than the model's 12 layers: 12 are kept") == 1
+        assert report.warnings.count("--keep 99 is more than the model's 12 layers: 12 are kept") == 1
 
     def test_rounds_are_interleaved_and_hash_nothing(self, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
         laid: list[int] = []

@@ -283,7 +283,7 @@ class TestLoading:
     def test_d38_a_keep_above_the_model(self, load: Load, t0: Path, keep: int) -> None:
         report = load(t0, keep=keep).load(CTX)
         assert report.keep == 4
-        said = [note for note in report.notes if f"--keep {keep} is more than the model's 4 layers" in note]
+        said = [note for note in report.warnings if f"--keep {keep} is more than the model's 4 layers" in note]
         assert len(said) == (keep > 4)
 
     def test_loading_again_starts_anew(self, load: Load, t0: Path) -> None:

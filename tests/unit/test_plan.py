@@ -160,7 +160,7 @@ def test_layers_fetched_ahead_need_room(prefetch: int) -> None:
 def test_a_keep_above_the_model_is_the_model(asked: int) -> None:
     made = plan(keep=asked)
     assert made.keep == L
-    assert [note for note in made.notes if f"--keep {asked}" in note and "28 are kept" in note]
+    assert [note for note in made.warnings if f"--keep {asked}" in note and "28 are kept" in note]
 
 
 def test_embeddings_go_to_the_host_where_they_do_not_fit() -> None:
