@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.backends.base import Backend, SequenceState
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import open_checkpoint
-from kestrel_cuda.checkpoint.tensor_file import widen
+from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.errors import CheckpointError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
-from kestrel_cuda.inputs.chat import encode_chat, end_ids
+from kestrel_cuda.inputs.chat import encode_chat
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
+from kestrel_cuda.inputs.vocabulary import check_encoded, check_vocabulary, end_ids
 from kestrel_cuda.load import NOT_FINITE, WeightLoader
 from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.rope import rotation_table, text_positions
@@ -49,6 +51,7 @@ class Engine:
         self.checkpoint = open_checkpoint(config.model)
         self.tokenizer = Tokenizer.load(config.model)
         self.chat = ChatTemplate.load(config.model)
+        check_vocabulary(self.checkpoint, self.tokenizer)
         self.end_ids = end_ids(self.checkpoint, self.tokenizer)
         self.backend: Backend | None = None
         self.plan: Plan | None = None
@@ -75,11 +78,13 @@ class Engine:
                 f"{self.config.model} has no chat template (chat_template.jinja, chat_template.json or "
                 "tokenizer_config.json); use --raw to give the prompt as it is"
             )
-        return self._without_pictures(encode_chat(self.chat, self.tokenizer, messages))
+        return self._without_pictures(
+            check_encoded(self.checkpoint, self.tokenizer, encode_chat(self.chat, self.tokenizer, messages))
+        )
 
     def encode_raw(self, text: str) -> list[int]:
         """Token ids of text as it is, added tokens included."""
-        return self._without_pictures(self.tokenizer.encode(text))
+        return self._without_pictures(check_encoded(self.checkpoint, self.tokenizer, self.tokenizer.encode(text)))
 
     def check_ids(self, ids: Sequence[int]) -> list[int]:
         """Ids given by the user, as they are. Raises InputError for one the vocabulary does not have."""
@@ -157,7 +162,12 @@ class Engine:
             warnings,
             lambda done, total: on_progress("weights", done, total) if on_progress else None,
         )
-        loader.fill(store, backend, window)
+        with ThreadPoolExecutor(1) as beside:
+            # A tied table is looked at when lm_head is packed from it.
+            damaged_row = None if self.checkpoint.tied else beside.submit(first_nonfinite_row, embedding)
+            loader.fill(store, backend, window)
+        if damaged_row is not None and damaged_row.result() is not None:
+            raise CheckpointError(f"{NOT_FINITE.format(embedding.name)} (row {damaged_row.result()})")
 
         on_host = plan.embeddings_on == "host"
         table = backend.map_host(embedding.data) if on_host else backend.to_device(embedding.data)

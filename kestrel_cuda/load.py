@@ -6,6 +6,7 @@ Says in `notes` where the weights came from when it was not the checkpoint, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from kestrel_cuda.backends.base import Backend, PackedTensor, SourceMatrix
 from kestrel_cuda.checkpoint.reader import Checkpoint
@@ -17,7 +18,7 @@ from kestrel_cuda.quant.strip_cache import DamagedStripCache, Miss, StripCache, 
 from kestrel_cuda.quant.strip_cache_writer import StripCacheWriter
 from kestrel_cuda.quant.strip_manifest import Fingerprint, fingerprint
 from kestrel_cuda.residency.host import StreamedHost
-from kestrel_cuda.residency.store import WeightStore
+from kestrel_cuda.residency.store import READ_THREADS, WeightStore
 from kestrel_cuda.residency.window import ResidencyWindow
 from kestrel_cuda.weight_keys import WeightKey
 
@@ -51,7 +52,8 @@ class WeightLoader:
             return
         streams = self._config.host_keep > 0 and window is not None and bool(window.upload_cycle)
         if self._config.host_keep and not streams:
-            self._warnings.append(f"--host-keep {self._config.host_keep} has nothing to hold: no layer is uploaded again")
+            idle = f"--host-keep {self._config.host_keep} has nothing to hold"
+            self._warnings.append(f"{idle}: no layer is uploaded again")
         expected = fingerprint(self._checkpoint, self._config.quant, list(self._weights.layouts))
         found = find(self._config.strip_cache, expected)
         if isinstance(found, Miss):
@@ -61,25 +63,38 @@ class WeightLoader:
             self._notes.append(f"the packed weights come from the strip cache {cache.path}")
         try:
             if streams:
-                assert window is not None
-                host = StreamedHost(
-                    cache, self._weights.layers, window.upload_cycle, self._config.host_keep, backend.host_slab
-                )
-                store.stream_from(host, cache.read_into)
+                if cache is found:
+                    self._verify(cache)
+                self._stream(store, backend, window, cache)
             elif cache is found:
                 store.load_packed(cache.read_into, self._on_layer)
         except DamagedStripCache as error:
             cache.close()
-            cache = self._build(store, expected, str(error), keep_host=True)
+            cache = self._build(store, expected, str(error), keep_host=not streams)
+            if streams:
+                self._stream(store, backend, window, cache)
         self._say_lost(cache.lost_groups)
         if not streams:
             cache.close()
+
+    def _stream(self, store: WeightStore, backend: Backend, window: ResidencyWindow | None, cache: StripCache) -> None:
+        assert window is not None
+        cycle, num_kept = window.upload_cycle, self._config.host_keep
+        host = StreamedHost(cache, self._weights.layers, cycle, num_kept, backend.host_slab)
+        store.stream_from(host, cache.read_into)
+
+    def _verify(self, cache: StripCache) -> None:
+        """Look at every slab once before any is trusted: a layer read in the middle of an answer is too late."""
+        layouts = list(self._weights.layouts)
+        with ThreadPoolExecutor(READ_THREADS) as executor:
+            for done, _ in enumerate(executor.map(cache.verify, layouts)):
+                self._on_layer(done + 1, len(layouts))
 
     def _build(self, store: WeightStore, expected: Fingerprint, reason: str | None, *, keep_host: bool) -> StripCache:
         assert self._config.strip_cache is not None
         if reason:
             self._warnings.append(f"{reason}; it is rebuilt")
-        with StripCacheWriter(self._config.strip_cache, expected) as writer:
+        with StripCacheWriter(self._config.strip_cache, expected, reason) as writer:
             found = store.load(self._members, self._on_layer, save=writer.add, keep_host=keep_host)
             cache = writer.commit(_lost_groups(found))
         self._notes.append(f"the packed weights were saved in the strip cache {cache.path}")

@@ -135,6 +135,22 @@ class StripCache:
         if verify and digest.hexdigest() != self._sha256[layout.layer]:
             raise self._damaged_slab(layout, "is not what was written (its SHA-256 differs)")
 
+    def verify(self, layout: SlabLayout) -> None:
+        """Compare a slab's hash, holding a piece of it at a time. Raises DamagedStripCache."""
+        start, num_bytes = self._ranges[layout.layer]
+        piece, digest, done = memoryview(bytearray(PIECE_BYTES)), hashlib.sha256(), 0
+        while done < num_bytes:
+            try:
+                num_read = os.preadv(self._file, [piece[: num_bytes - done]], start + done)
+            except OSError as error:
+                raise self._damaged_slab(layout, f"cannot be read: {error.strerror}") from error
+            if num_read == 0:
+                raise self._damaged_slab(layout, f"ends after {done} of {num_bytes} bytes")
+            digest.update(piece[:num_read])
+            done += num_read
+        if digest.hexdigest() != self._sha256[layout.layer]:
+            raise self._damaged_slab(layout, "is not what was written (its SHA-256 differs)")
+
     def view(self, layout: SlabLayout) -> NDArray[np.uint8]:
         """A slab [layout.num_bytes] as a read-only view of the mapped file, read when touched and not verified."""
         start, num_bytes = self._ranges[layout.layer]

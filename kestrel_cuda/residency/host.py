@@ -37,10 +37,11 @@ class _Slot:
     ready: bool = False
     taken: bool = False
     wait_free: Callable[[], None] = field(default=lambda: None)
+    freed: int = 0
 
 
 class StreamedHost:
-    """Host slabs of `cycle`, the layers a token uploads in their order, each again and again.
+    """Host slabs of `cycle`, the layers a token uploads in their order, each again and again, from a verified file.
 
     `make_slab` gives a host buffer the device can copy from. `num_kept` of the cycle's layers, spread evenly, are held
     for good; the others pass through the ring. Errors of the reader thread surface in `get`.
@@ -63,13 +64,13 @@ class StreamedHost:
             file.read_into(self._layouts[layer], host)
             file.advise_away(layer)
         self._cycle = [layer for layer in cycle if layer not in kept]
-        self._verified = set(kept)
         largest = max(layouts, key=lambda layout: layout.num_bytes)
         self._slots = [_Slot(make_slab(largest)) for _ in range(RING_SLOTS)] if len(kept) < len(layouts) else []
         self._changed = threading.Condition()
         self._wanted: list[int] = []
         self._error: BaseException | None = None
         self._closed = False
+        self._num_handed_over = 0
         self._thread = threading.Thread(target=self._read_ahead, name="host-residency", daemon=True)
         self._thread.start()
 
@@ -108,7 +109,9 @@ class StreamedHost:
         with self._changed:
             slot = self._find(layer)
             if slot is not None:
-                slot.layer, slot.ready, slot.taken, slot.wait_free = -1, False, False, wait_free
+                self._num_handed_over += 1
+                slot.layer, slot.ready, slot.taken = -1, False, False
+                slot.wait_free, slot.freed = wait_free, self._num_handed_over
             self._wanted = self._after(layer)
             self._changed.notify_all()
 
@@ -134,7 +137,8 @@ class StreamedHost:
         missing = [layer for layer in self._wanted if self._find(layer) is None]
         if not missing:
             return None
-        free = [slot for slot in self._slots if slot.layer < 0]
+        # The one handed over longest ago first: its upload is the likeliest to be done.
+        free = sorted((slot for slot in self._slots if slot.layer < 0), key=lambda slot: slot.freed)
         unwanted = [slot for slot in self._slots if slot.ready and not slot.taken and slot.layer not in self._wanted]
         candidates = free + unwanted
         return (candidates[0], missing[0]) if candidates else None
@@ -151,8 +155,7 @@ class StreamedHost:
                     slot.layer, slot.ready = layer, False
                 slot.wait_free()
                 layout = self._layouts[layer]
-                self._file.read_into(layout, slot.host[: layout.num_bytes], verify=layer not in self._verified)
-                self._verified.add(layer)
+                self._file.read_into(layout, slot.host[: layout.num_bytes], verify=False)
                 self._file.advise_away(layer)
                 with self._changed:
                     slot.ready = True

@@ -1,0 +1,99 @@
+"""Where weights come from: the checkpoint, a strip cache, or that one's file layer by layer. The answer is the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kestrel_cuda.config import Policy, Quant
+from kestrel_cuda.errors import CheckpointError
+from tests.checkpoints import copy
+from tests.conftest import DATA
+from tests.engines import QUANTS, Engines, generate, random_ids
+
+TINY = DATA / "oracle/checkpoints/tiny-dense-tied"
+UNTIED = DATA / "oracle/checkpoints/tiny-dense-untied-sharded"
+PROMPT = random_ids(12)
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    opened = Engines()
+    yield opened
+    opened.close()
+
+
+def digest(engines: Engines, backend_name: str, **config: object) -> tuple[str, list[str]]:
+    engine, load = engines.load(TINY, backend_name, **config)
+    said = [*load.notes, *load.warnings]
+    return generate(engine, PROMPT, 8).digest, said
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_strip_cache_gives_the_same_answer(engines: Engines, backend_name: str, tmp_path: Path, quant: Quant) -> None:
+    expected, _ = digest(engines, backend_name, quant=quant)
+    saved, said = digest(engines, backend_name, quant=quant, strip_cache=tmp_path)
+    assert any("were saved in the strip cache" in text for text in said)
+    for options in ({}, {"lazy": True}, {"keep": 1}, {"keep": 2, "host_keep": 1}, {"keep": 1, "host_keep": 99}):
+        found, said = digest(engines, backend_name, quant=quant, strip_cache=tmp_path, **options)
+        assert any("come from the strip cache" in text for text in said), options
+        assert found == expected == saved, options
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_host_residency_under_every_rule(
+    engines: Engines, backend_name: str, tmp_path: Path, policy: Policy, prefetch: int
+) -> None:
+    expected, _ = digest(engines, backend_name)
+    for keep, host_keep in ((1, 1), (2, 1), (3, 2)):
+        streamed, _ = digest(
+            engines,
+            backend_name,
+            keep=keep,
+            policy=policy,
+            prefetch=prefetch,
+            strip_cache=tmp_path,
+            host_keep=host_keep,
+        )
+        assert streamed == expected
+
+
+@pytest.mark.parametrize("host_keep", [0, 1])
+def test_a_damaged_cache_is_rebuilt_and_said(
+    engines: Engines, backend_name: str, tmp_path: Path, host_keep: int
+) -> None:
+    expected, _ = digest(engines, backend_name, keep=1, strip_cache=tmp_path)
+    (weights,) = tmp_path.glob("*/weights.safetensors")
+    damaged = bytearray(weights.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    weights.write_bytes(damaged)
+    rebuilt, said = digest(engines, backend_name, keep=1, strip_cache=tmp_path, host_keep=host_keep)
+    assert any("is damaged" in text and text.endswith("it is rebuilt") for text in said)
+    again, said = digest(engines, backend_name, keep=1, strip_cache=tmp_path, host_keep=host_keep)
+    assert any("come from the strip cache" in text for text in said)
+    assert rebuilt == again == expected
+
+
+def test_host_keep_without_a_window_is_said(engines: Engines, backend_name: str, tmp_path: Path) -> None:
+    _, said = digest(engines, backend_name, keep=0, strip_cache=tmp_path, host_keep=2)
+    assert "--host-keep 2 has nothing to hold: no layer is uploaded again" in said
+
+
+def test_an_untied_embedding_that_is_not_finite(engines: Engines, backend_name: str, tmp_path: Path) -> None:
+    model = copy(UNTIED, tmp_path / "model")
+    for shard in model.glob("*.safetensors"):
+        content = bytearray(shard.read_bytes())
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        for name, entry in header.items():
+            if name.endswith("embed_tokens.weight"):
+                start = 8 + length + entry["data_offsets"][0]
+                content[start : start + 2] = np.array([0x7FC0], np.uint16).tobytes()
+        shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight holds weights that are not finite.*\(row 0\)"):
+        engines.load(model, backend_name)
