@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# Before NumPy comes: the tests' matrices are so small that more threads only wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 
 from scripts.make_tiny_model import make_tiny_checkpoint
