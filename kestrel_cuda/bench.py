@@ -133,7 +133,7 @@ def measure(
     engine = Engine.open(replace(config, lazy=True, keep=_largest(keeps), policy=policy))
     try:
         _check_positions(engine, prompt_tokens, new_tokens)
-        load = engine.load(prompt_tokens + new_tokens, num_prompt=prompt_tokens, on_progress=on_progress)
+        load = engine.load(prompt_tokens + new_tokens, prompt_tokens, on_progress, collects_logits=True)
         if keeps is None:
             wanted = variants(load.num_layers, default_keeps(load.num_layers), policies, evicts, config.prefetch)
             chosen = [variant for variant in wanted if _fits(engine, variant)]

@@ -17,7 +17,7 @@ from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
-from kestrel_cuda.errors import CheckpointError, InputError, InternalError
+from kestrel_cuda.errors import CheckpointError, DeviceError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.chat import encode_chat
 from kestrel_cuda.inputs.template import ChatTemplate
@@ -33,6 +33,7 @@ from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport
 from kestrel_cuda.residency.store import WeightStore
 from kestrel_cuda.residency.window import make_window
+from kestrel_cuda.sizes import format_size
 from kestrel_cuda.weight_keys import WeightKey
 
 _ELEMENTS = {"BF16": Element.BF16, "F16": Element.F16, "F32": Element.F32}
@@ -105,8 +106,17 @@ class Engine:
 
     # loading
 
-    def load(self, ctx: int, num_prompt: int | None = None, on_progress: Progress | None = None) -> LoadReport:
+    def load(
+        self,
+        ctx: int,
+        num_prompt: int | None = None,
+        on_progress: Progress | None = None,
+        *,
+        collects_logits: bool = False,
+    ) -> LoadReport:
         """Plan for `ctx` cache slots, then quantize and place the weights.
+
+        `collects_logits` plans the memory that `generate` needs when its `logits` are hashed or kept.
 
         Raises DeviceError when the plan does not fit, CheckpointError when a weight cannot be quantized.
         """
@@ -131,6 +141,7 @@ class Engine:
             num_prompt=num_prompt or ctx,
             embedding_bytes=embedding.data.nbytes,
             on_gpu=backend.name == "cuda",
+            collects_logits=collects_logits,
         )
         plan = self._plan_for(config)
         notes += plan.notes
@@ -143,7 +154,7 @@ class Engine:
             self._read_gb_per_s = backend.read_rate_gb_per_s()
         self.plan, self._weights = plan, weights
 
-        window = make_window(config.policy, model.text.num_layers, plan.keep, config.prefetch)
+        window = make_window(config.policy, model.text.num_layers, plan.keep, plan.prefetch)
         store = WeightStore(
             backend,
             weights.layers,
@@ -166,6 +177,11 @@ class Engine:
             # A tied table is looked at when lm_head is packed from it.
             damaged_row = None if self.checkpoint.tied else beside.submit(first_nonfinite_row, embedding)
             loader.fill(store, backend, window)
+        if refused_bytes := backend.host_unpinned_bytes():
+            warnings.append(
+                f"the driver refused to pin {format_size(refused_bytes)} of host memory: copies from there are slower "
+                "than the link; free host memory, or raise the limit of locked memory"
+            )
         if damaged_row is not None and damaged_row.result() is not None:
             raise CheckpointError(f"{NOT_FINITE.format(embedding.name)} (row {damaged_row.result()})")
 
@@ -218,6 +234,10 @@ class Engine:
         loaded = self.plan
         wished = replace(self.config, keep=keep, policy=policy, prefetch=prefetch, prefill_chunk=loaded.prefill_chunk)
         plan = self._plan_for(wished, embeddings_on=loaded.embeddings_on)
+        if plan.prefetch < prefetch:
+            raise DeviceError(
+                f"keep {keep} does not fit with {prefetch} layers fetched ahead; --prefetch {plan.prefetch} does"
+            )
         self._store.set_window(make_window(policy, self.checkpoint.config.text.num_layers, plan.keep, prefetch), evict)
         self._model.forget_captures()
         self.backend.reset_peak()

@@ -96,6 +96,9 @@ class Generation:
         self._collect_step(first_step)
         yield self._take(chosen, self._ttft_ms)
         while self._stop_reason is None:
+            if self._logits != "none":
+                # Reading and hashing the last logits is no part of the next token's time.
+                now = self._backend.mark()
             self._decode()
             chosen = self._read_chosen()
             later = self._backend.mark()

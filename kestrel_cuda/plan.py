@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kestrel_cuda.backends.base import MemoryInfo
@@ -34,9 +34,13 @@ SEEDS_MOST_BYTES, SEEDS_LEAST_BYTES = 24 << 30, 256 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in bytes. `keep` 0 means everything resident; `rows` are (what, bytes), summing to the total."""
+    """Sizes in bytes. `keep` 0 means everything resident; `prefetch` is what was wanted, or less where that fits.
+
+    `rows` are (what, bytes), summing to the total.
+    """
 
     keep: int
+    prefetch: int
     ctx: int
     prefill_chunk: int
     embeddings_on: Literal["device", "host"]
@@ -66,8 +70,12 @@ def make_plan(
     embedding_bytes: int,
     on_gpu: bool,
     embeddings_on: Literal["device", "host"] | None = None,
+    collects_logits: bool = False,
 ) -> Plan:
     """Fit weights, cache and work buffers into the memory there is; `embeddings_on` says where they lie already.
+
+    `collects_logits` makes room for the prompt's last hidden rows, from which its logits are computed afterwards.
+    Layers are fetched ahead as far as there is room for them, and a plan with fewer than wanted warns.
 
     Raises DeviceError when what was asked for does not fit, naming what would, and SettingError for a context longer
     than the model's positions.
@@ -75,7 +83,30 @@ def make_plan(
     most = model.text.max_positions
     if ctx > most:
         raise SettingError(f"--ctx {ctx} is over the {most} positions this model has; use at most that")
-    return _Planner(config, model.text, weights, memory, ctx, num_prompt, embedding_bytes, on_gpu, embeddings_on).plan()
+    for prefetch in range(config.prefetch, -1, -1):
+        planner = _Planner(
+            replace(config, prefetch=prefetch),
+            model.text,
+            weights,
+            memory,
+            ctx,
+            num_prompt,
+            embedding_bytes,
+            on_gpu,
+            embeddings_on,
+            collects_logits,
+        )
+        try:
+            plan = planner.plan()
+        except DeviceError:
+            if prefetch == 0:
+                raise
+            continue
+        if prefetch == config.prefetch:
+            return plan
+        fewer = f"--prefetch {config.prefetch} does not fit {planner.bound}: --prefetch {prefetch} is used"
+        return replace(plan, warnings=(*plan.warnings, fewer))
+    raise AssertionError("a plan without prefetch is made or refused")
 
 
 @dataclass(frozen=True)
@@ -91,6 +122,7 @@ class _Planner:
     embedding_bytes: int
     on_gpu: bool
     embeddings_on: Literal["device", "host"] | None
+    collects_logits: bool
 
     def plan(self) -> Plan:
         num_layers = self.text.num_layers
@@ -126,6 +158,7 @@ class _Planner:
             notes.append(f"the embedding table ({format_size(self.embedding_bytes)}) stays in host memory")
         return Plan(
             keep,
+            self.config.prefetch,
             self.ctx,
             chunk,
             "device" if on_device else "host",
@@ -186,6 +219,7 @@ class _Planner:
             ("norms and rotation tables", norm_bytes + table_bytes),
             (f"key-value cache, {self.ctx} slots", kv_cache_bytes(text, self.ctx, self.config.kv_dtype)),
             (f"work buffers, {chunk} rows", self.work_bytes(chunk)),
+            ("prompt rows kept for their logits", 4 * self.num_prompt * text.hidden_size * self.collects_logits),
         ]
 
     def peak_layers(self, keep: int) -> int:

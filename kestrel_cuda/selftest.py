@@ -93,7 +93,7 @@ def _run(engine: Engine, config: EngineConfig, damage_layer: int | None = None) 
         i for i in rng.integers(0, min(engine.tokenizer.size, text.vocab_size), 4 * PROMPT_TOKENS) if i not in banned
     ]
     prompt_ids = [int(i) for i in usable[:PROMPT_TOKENS]]
-    engine.load(PROMPT_TOKENS + NEW_TOKENS)
+    engine.load(PROMPT_TOKENS + NEW_TOKENS, collects_logits=True)
     if damage_layer is not None:
         engine.flip_host_bit(damage_layer)
     generation = engine.generate(prompt_ids, NEW_TOKENS, ignore_eos=True, logits="hash")

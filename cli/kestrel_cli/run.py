@@ -109,7 +109,9 @@ def _answer(
 ) -> None:
     context = context_of(settings, len(prompt_ids), engine.checkpoint.config.text.max_positions)
     with screen.progress() as on_progress:
-        load = engine.load(context.num_slots, num_prompt=len(prompt_ids), on_progress=on_progress)
+        load = engine.load(
+            context.num_slots, len(prompt_ids), on_progress, collects_logits=_logits_wanted(settings) != "none"
+        )
     screen.load_report(load, settings)
     heard.add(load.notes, load.warnings)
     heard.add((), options.unused_device(settings, load.backend))

@@ -188,6 +188,9 @@ class CpuBackend(ComposedSteps):
     def host_pinned_bytes(self) -> int:
         return 0
 
+    def host_unpinned_bytes(self) -> int:
+        return 0
+
     # time
 
     def mark(self) -> float:

@@ -77,6 +77,7 @@ class CudaDevice:
             )
         self.num_multiprocessors = properties["multiProcessorCount"]
         cupy.cuda.Device(device).use()
+        self._unpinned_bytes = 0
         self.device_memory = DeviceMemory(device, used_before_bytes, pci_bus_id)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.copy_stream = cupy.cuda.Stream(non_blocking=True)
@@ -159,7 +160,8 @@ class CudaDevice:
     def host_slab(self, layout: SlabLayout) -> NDArray[np.uint8]:
         host = page_aligned(layout.num_bytes)
         host.fill(0)
-        self.device_memory.pin(host)
+        if not self.device_memory.pin(host):
+            self._unpinned_bytes += host.nbytes
         return host
 
     def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None:
@@ -187,6 +189,9 @@ class CudaDevice:
 
     def host_pinned_bytes(self) -> int:
         return self.device_memory.pinned_bytes
+
+    def host_unpinned_bytes(self) -> int:
+        return self._unpinned_bytes
 
     # time
 

@@ -130,7 +130,9 @@ class BothSidesWindow:
 
     @property
     def peak_layers(self) -> int:
-        return min(self.num_layers, self.keep + self.prefetch)
+        # With all but one layer kept, layer 1 is still there when layer 0 comes back.
+        least = 1 + (self.keep >= self.num_layers - 1)
+        return min(self.num_layers, max(self.keep, least) + self.prefetch)
 
     @property
     def upload_cycle(self) -> list[int]:

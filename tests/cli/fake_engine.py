@@ -55,9 +55,15 @@ class FakeEngine:
         return ids
 
     def load(
-        self, ctx: int, num_prompt: int | None = None, on_progress: Callable[[str, int, int], None] | None = None
+        self,
+        ctx: int,
+        num_prompt: int | None = None,
+        on_progress: Callable[[str, int, int], None] | None = None,
+        *,
+        collects_logits: bool = False,
     ) -> LoadReport:
         self.calls["ctx"] = ctx
+        self.calls["collects_logits"] = collects_logits
         if self.fail_at_load is not None:
             raise self.fail_at_load
         if on_progress is not None:

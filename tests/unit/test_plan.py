@@ -52,6 +52,7 @@ def plan(
     ctx: int = 1024,
     num_prompt: int = 512,
     on_gpu: bool = True,
+    collects_logits: bool = False,
     **config: Any,
 ) -> Plan:
     """A plan for the 2B shape on a card with `free` bytes left; nothing is fetched ahead unless asked."""
@@ -67,6 +68,7 @@ def plan(
         num_prompt=num_prompt,
         embedding_bytes=EMBEDDING_BYTES,
         on_gpu=on_gpu,
+        collects_logits=collects_logits,
     )
 
 
@@ -152,8 +154,10 @@ def test_layers_fetched_ahead_need_room(prefetch: int) -> None:
     bound = 2 * GIB
     made = plan(vram_bytes=bound, prefetch=2)
     assert made.keep == plan(vram_bytes=bound).keep - 1
-    with pytest.raises(DeviceError, match=f"--keep {made.keep} fits"):
-        plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1)
+    asked = plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1)
+    assert (asked.keep, asked.prefetch) == (made.keep + 1, 1 if asked.total_bytes > bound - layer_bytes() else 0)
+    with pytest.raises(DeviceError, match=f"--keep {made.keep + 1} fits"):
+        plan(vram_bytes=bound, prefetch=2, keep=made.keep + 2)
 
 
 @pytest.mark.parametrize("asked", [29, 99])
@@ -275,3 +279,25 @@ def test_more_memory_never_gives_a_smaller_window(quant: Quant, num_prompt: int)
         assert found[-1] == max(found), vram
     assert found[-1] == L + 1
     assert len(set(found)) > 4
+
+
+def test_room_for_the_prompts_logits_is_planned() -> None:
+    without, with_logits = plan(num_prompt=1000), plan(num_prompt=1000, collects_logits=True)
+    assert row(with_logits, "prompt rows kept") == 4 * 1000 * TEXT.hidden_size
+    assert with_logits.total_bytes == without.total_bytes + 4 * 1000 * TEXT.hidden_size
+
+
+@pytest.mark.parametrize(("room_layers", "used"), [(3, 2), (2, 1), (1, 0)])
+def test_fewer_layers_are_fetched_ahead_where_the_wanted_number_does_not_fit(room_layers: int, used: int) -> None:
+    least = plan(vram_bytes=None, keep=1, prefetch=0, policy=Policy.PINNED, prefill_chunk=16)
+    # keep 1 has two layers at its peak: the fixed one and the one in use.
+    needed = least.total_bytes - row(least, "embeddings") + (room_layers - 1) * layer_bytes()
+    made = plan(vram_bytes=needed, keep=1, prefetch=2, policy=Policy.PINNED, prefill_chunk=16)
+    assert made.prefetch == used
+    assert made.total_bytes <= needed
+    lowered = [w for w in made.warnings if w.startswith("--prefetch 2 does not fit")]
+    assert len(lowered) == (used < 2)
+    assert all(f"--prefetch {used} is used" in warning for warning in lowered)
+    if used == 0:
+        with pytest.raises(DeviceError):
+            plan(vram_bytes=needed - 1, keep=1, prefetch=2, policy=Policy.PINNED, prefill_chunk=16)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kestrel_cuda.config import Policy
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.residency.store import WeightStore
-from kestrel_cuda.residency.window import PastOnlyWindow
+from kestrel_cuda.residency.window import PastOnlyWindow, make_window
 from kestrel_cuda.weight_keys import LM_HEAD_LAYER, Projection
 from tests.fake_backend import (
     PLAIN,
@@ -268,3 +269,32 @@ class TestTheFakeItself:
             backend.free_slab(slab)
         with pytest.raises(AssertionError, match="was freed"):
             backend.upload(slab, store._host[1])
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 9])
+def test_every_rule_and_depth_reads_its_own_bytes_within_its_peak(policy: Policy, prefetch: int) -> None:
+    for num_layers in (1, 2, 3, 5, 8):
+        for keep in range(1, num_layers + 1):
+            backend, window = FakeBackend(), make_window(policy, num_layers, keep, prefetch)
+            assert window is not None
+            store = loaded_store(backend, num_layers, window=window, preload=True)
+            for _ in range(4):
+                run_token(store, num_layers)
+            warm = len(backend.events)
+            store.reset_counters()
+            for _ in range(3):
+                run_token(store, num_layers)
+            since, case = backend.events[warm:], (num_layers, keep)
+            assert {event.what for event in since} <= {"upload"}, case
+            assert store.counters.pass_uploads == [window.uploads_per_token] * 3, case
+            assert sorted({event.layer for event in since}) == window.upload_cycle, case
+            assert store.counters.peak_layers <= window.peak_layers, case
+            assert backend.allocated_bytes <= window.peak_layers * LAYER_BYTES + HEAD_BYTES, case
+
+
+@pytest.mark.parametrize("policy", [Policy.PAST_ONLY, Policy.PINNED])
+def test_what_is_fetched_ahead_costs_no_upload(policy: Policy) -> None:
+    for keep in (1, 4, 13, 27):
+        per_token = {make_window(policy, L, keep, depth).uploads_per_token for depth in (0, 1, 2, 5)}  # type: ignore[union-attr]
+        assert per_token == {L - keep}
