@@ -6,13 +6,16 @@ Outputs are filled with NaN first, so an element that a kernel forgets fails the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import Activation, Backend, HeadShape, KvLayer, SequenceState, SourceMatrix
+from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.config import Quant
 from kestrel_cuda.quant.grouped import GroupedWeight, quantize, quantize_activations, scheme_for
 from kestrel_cuda.quant.packed import Element, entry_views, geometry_for, pack_grouped, slab_layout
@@ -27,6 +30,12 @@ EXACT_STEP = 1e-12
 """Largest normalized mean square error of a float32 step against float64."""
 
 F16_CACHE = 1e-6
+
+HEADS = ((4, 2, 16), (6, 2, 64), (16, 8, 128))
+"""Query heads, key-value heads and the size of one."""
+
+CODE_STEPS, F16_CODE_STEPS = 0.501, 0.75
+"""Largest distance of an int8 code from the float64 value it rounds, in its group's steps."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,15 @@ def step_checks(backend: Backend) -> Iterator[Check]:
     for quant in Quant:
         yield _check_linear(backend, rng, quant)
     yield _check_row_independence(backend, rng)
+    yield _check_embed(backend, rng)
     yield _check_norm(backend, rng)
     yield _check_silu_mul(backend, rng)
+    yield _check_quantized_rows(backend, rng)
     for dtype in (np.float16, np.float32):
         yield _check_attention(backend, rng, np.dtype(dtype))
+    for quant in (Quant.Q8_0, Quant.Q4_0, Quant.G256):
+        yield _check_linear_stretches(backend, rng, quant)
+    yield _check_attention_stretch(backend, rng)
     yield _check_choice(backend, rng)
 
 
@@ -204,6 +218,119 @@ def _check_silu_mul(backend: Backend, rng: np.random.Generator) -> Check:
     return _judge("silu x up", errors, EXACT_STEP)
 
 
+def _check_embed(backend: Backend, rng: np.random.Generator) -> Check:
+    wrong, k = 0, 96
+    for dtype in (np.uint16, np.float16, np.float32):
+        table = rng.standard_normal((50, k), dtype=np.float32)
+        table = (table.view(np.uint32) >> 16).astype(np.uint16) if dtype is np.uint16 else table.astype(dtype)
+        for m in ROWS:
+            state = _state(backend, 80, 3, 4, rng)
+            ids = rng.integers(0, 50, 81).astype(np.int32)
+            backend.write(state.tokens, ids)
+            h = _poison(backend, (m, k))
+            backend.embed(backend.to_device(table), state, h, m)
+            wrong += not np.array_equal(backend.to_host(h), widen(table[ids[3 : 3 + m]]))
+            backend.advance(state, m)
+            wrong += int(backend.to_host(state.position)[0]) != 3 + m
+    return Check("embedding rows, and the position moved on", wrong == 0, f"{wrong} of {6 * len(ROWS)} cases wrong")
+
+
+def _quantized_out(backend: Backend, m: int, k: int) -> Activation:
+    out = backend.activation(m, k, quantized=True)
+    backend.write(out.codes_mk, np.full(out.codes_mk.shape, 99, np.int8))  # type: ignore[union-attr]
+    backend.write(out.scales_mg, np.full(out.scales_mg.shape, np.nan, np.float32))  # type: ignore[union-attr]
+    return out
+
+
+def _steps_off(backend: Backend, out: Activation, expected_mk: NDArray[np.float64]) -> float:
+    """The largest distance of int8 codes from the values they round, in steps of their group; a half is exact."""
+    codes, scales = backend.to_host(out.codes_mk), backend.to_host(out.scales_mg).astype(np.float64)
+    if not np.isfinite(scales).all():
+        return float("inf")
+    step = np.repeat(scales, 32, axis=1)[:, : expected_mk.shape[1]]
+    off = np.abs(codes[:, : expected_mk.shape[1]] - expected_mk / np.where(step, step, 1))
+    return float(off.max())
+
+
+def _check_quantized_rows(backend: Backend, rng: np.random.Generator) -> Check:
+    """RMSNorm and silu x up into int8 rows, whose codes are the float64 values rounded."""
+    worst = 0.0
+    for k in (32, 96, 2048):
+        for m in ROWS:
+            h = rng.standard_normal((m, k), dtype=np.float32) * 3
+            weight = rng.standard_normal(k, dtype=np.float32)
+            out = _quantized_out(backend, m, k)
+            backend.norm(backend.to_device(h), backend.to_device(weight), 1e-6, out, m)
+            wide = h.astype(np.float64)
+            expected = weight * wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-6)
+            worst = max(worst, _steps_off(backend, out, expected))
+            gate_up = rng.standard_normal((m, 2 * k), dtype=np.float32) * 4
+            out = _quantized_out(backend, m, k)
+            backend.silu_mul(backend.to_device(gate_up), k, out, m)
+            gate, up = gate_up[:, :k].astype(np.float64), gate_up[:, k:].astype(np.float64)
+            worst = max(worst, _steps_off(backend, out, gate / (1 + np.exp(-gate)) * up))
+    return Check("RMSNorm and silu x up into int8 rows", worst <= CODE_STEPS, _within_steps(worst, CODE_STEPS))
+
+
+def _within_steps(worst: float, limit: float) -> str:
+    return f"at most {worst:.4f} steps off, limit {limit}"
+
+
+def _check_linear_stretches(backend: Backend, rng: np.random.Generator, quant: Quant) -> Check:
+    """The contract: one row through a stretch has the bits of its steps one by one."""
+    differing = 0
+    cases = ((64, 256), (192, 2048), (640, 1536))
+    for n, k in cases:
+        case = _pack(backend, rng.standard_normal((n, k), dtype=np.float32), quant)
+        parts = [(case.slab.weights[Projection.LM_HEAD], 0)]
+        h = backend.to_device(rng.standard_normal((1, k), dtype=np.float32) * 3)
+        weight = backend.to_device(rng.standard_normal(k, dtype=np.float32))
+        scratch, gate_up = _quantized_out(backend, 1, k), _poison(backend, (1, n))
+        found = []
+        for norm_linear in (backend.norm_linear, partial(ComposedSteps.norm_linear, backend)):  # type: ignore[arg-type]
+            out = _poison(backend, (1, n))
+            norm_linear(h, weight, 1e-6, scratch, parts, out, 1)
+            found.append(backend.to_host(out).tobytes())
+        differing += found[0] != found[1]
+        joined, separate = _quantized_out(backend, 1, n // 2), _quantized_out(backend, 1, n // 2)
+        backend.norm_gate_up(h, weight, 1e-6, scratch, parts, gate_up, n // 2, joined, 1)
+        ComposedSteps.norm_linear(backend, h, weight, 1e-6, scratch, parts, gate_up, 1)  # type: ignore[arg-type]
+        backend.silu_mul(gate_up, n // 2, separate, 1)
+        differing += _row_bits(backend, joined) != _row_bits(backend, separate)
+        backend.free_slab(case.slab)
+    detail = f"{differing} of {2 * len(cases)} stretches differ from their steps"
+    return Check(f"norm, linear and silu in one, {quant}", differing == 0, detail)
+
+
+def _row_bits(backend: Backend, out: Activation) -> tuple[bytes, bytes]:
+    return backend.to_host(out.codes_mk).tobytes(), backend.to_host(out.scales_mg).tobytes()
+
+
+def _check_attention_stretch(backend: Backend, rng: np.random.Generator) -> Check:
+    """The contract for attention: one row in one stretch has the bits of its steps."""
+    differing = 0
+    for num_heads, num_kv_heads, d in HEADS:
+        size = num_heads * d
+        heads = HeadShape(num_heads, num_kv_heads, d, size, size + num_kv_heads * d, 1e-6)
+        for num_slots in CONTEXTS:
+            old = rng.standard_normal((2, num_kv_heads, num_slots, d)).astype(np.float16)
+            old[:, :, num_slots - 1 :] = np.nan
+            state = _state(backend, num_slots, num_slots - 1, d // 2, rng)
+            qkv = backend.to_device(rng.standard_normal((1, size + 2 * num_kv_heads * d), dtype=np.float32))
+            q_norm, k_norm = (backend.to_device(rng.uniform(0.5, 1.5, d).astype(np.float32)) for _ in range(2))
+            backend.reserve_attention(heads, 1, num_slots)
+            found = []
+            for rope_attend in (backend.rope_attend, partial(ComposedSteps.rope_attend, backend)):  # type: ignore[arg-type]
+                kv = KvLayer(backend.to_device(old[0].copy()), backend.to_device(old[1].copy()))
+                q, out = backend.zeros((1, num_heads, d), np.float32), _quantized_out(backend, 1, size)
+                rope_attend(qkv, q_norm, k_norm, heads, state, kv, q, out, 1, num_slots)
+                caches = tuple(backend.to_host(cache).tobytes() for cache in (kv.k_hsd, kv.v_hsd))
+                found.append((_row_bits(backend, out), caches))
+            differing += found[0] != found[1]
+    detail = f"{differing} of {len(HEADS) * len(CONTEXTS)} shapes differ from their steps"
+    return Check("rotation and attention in one", differing == 0, detail)
+
+
 def _state(backend: Backend, ctx: int, position: int, half: int, rng: np.random.Generator) -> SequenceState:
     angles = rng.uniform(-3, 3, (ctx, half))
     return SequenceState(
@@ -217,8 +344,8 @@ def _state(backend: Backend, ctx: int, position: int, half: int, rng: np.random.
 
 def _check_attention(backend: Backend, rng: np.random.Generator, dtype: np.dtype[Any]) -> Check:
     """q/k norm, rotation, cache write and attention in one: queries over a cache whose unread slots hold NaN."""
-    errors = []
-    for num_heads, num_kv_heads, d in ((4, 2, 16), (6, 2, 64), (16, 8, 128)):
+    errors, steps_off = [], 0.0
+    for num_heads, num_kv_heads, d in HEADS:
         kv_size = num_kv_heads * d
         heads = HeadShape(num_heads, num_kv_heads, d, num_heads * d, num_heads * d + kv_size, 1e-6)
         for num_slots in CONTEXTS:
@@ -241,7 +368,14 @@ def _check_attention(backend: Backend, rng: np.random.Generator, dtype: np.dtype
                 table = [backend.to_host(t)[first:num_slots].astype(np.float64) for t in (state.cos_sd, state.sin_sd)]
                 expected = _attention_float64(qkv.astype(np.float64), norms, old, heads, table[0], table[1], first)
                 errors.append(nmse(backend.to_host(out.values_mk), expected))
-    return _judge(f"attention, {dtype} cache", errors, F16_CACHE if dtype == np.float16 else EXACT_STEP)
+                rounded = _quantized_out(backend, m, num_heads * d)
+                backend.attend(q, kv, heads, state, rounded, m, num_slots)
+                steps_off = max(steps_off, _steps_off(backend, rounded, expected))
+    half = dtype == np.float16
+    found = _judge(f"attention, {dtype} cache", errors, F16_CACHE if half else EXACT_STEP)
+    most = F16_CODE_STEPS if half else CODE_STEPS
+    passed = found.passed and steps_off <= most
+    return replace(found, passed=passed, detail=f"{found.detail}; int8 rows {_within_steps(steps_off, most)}")
 
 
 def _attention_float64(
