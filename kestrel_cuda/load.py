@@ -20,6 +20,7 @@ from kestrel_cuda.quant.strip_manifest import Fingerprint, fingerprint
 from kestrel_cuda.residency.host import StreamedHost
 from kestrel_cuda.residency.store import READ_THREADS, WeightStore
 from kestrel_cuda.residency.window import ResidencyWindow
+from kestrel_cuda.sizes import format_size
 from kestrel_cuda.weight_keys import WeightKey
 
 NOT_FINITE = "{} holds weights that are not finite; the checkpoint is damaged, fetch it again"
@@ -82,6 +83,14 @@ class WeightLoader:
         cycle, num_kept = window.upload_cycle, self._config.host_keep
         host = StreamedHost(cache, self._weights.layers, cycle, num_kept, backend.host_slab)
         store.stream_from(host, cache.read_into)
+        if num_kept > len(cycle):
+            self._warnings.append(
+                f"--host-keep {num_kept} is more than the {len(cycle)} layers that are uploaded again: all are held"
+            )
+        self._notes.append(
+            f"{len(host.kept_layers)} of the {len(cycle)} layers that are uploaded again stay in host memory, "
+            f"the others are read from disk: {format_size(host.num_bytes)} in all"
+        )
 
     def _verify(self, cache: StripCache) -> None:
         """Look at every slab once before any is trusted: a layer read in the middle of an answer is too late."""

@@ -219,6 +219,16 @@ def unused_device(settings: Settings, backend: str) -> list[str]:
     return [f"{settings.label(DEVICE)} {settings[DEVICE]} is not followed: it chooses a GPU, and this ran on the CPU"]
 
 
+def unused_window(settings: Settings, keep: int) -> list[str]:
+    """A note on what somebody chose that this window, or there being none, has no use for."""
+    idle = (LAZY,) if keep else (POLICY, PREFETCH, EVICT)
+    why = (
+        "a window uploads layers when they are used anyway" if keep else "every weight is resident, there is no window"
+    )
+    chosen = [settings.label(setting) for setting in idle if settings.source(setting) != "default"]
+    return [f"{', '.join(chosen)} changed nothing: {why}"] if chosen else []
+
+
 def selftest_config(settings: Settings) -> EngineConfig:
     """How to open the engine for what every command shares."""
     return EngineConfig(

@@ -114,7 +114,7 @@ def _answer(
         )
     screen.load_report(load, settings)
     heard.add(load.notes, load.warnings)
-    heard.add((), options.unused_device(settings, load.backend))
+    heard.add(options.unused_window(settings, load.keep), options.unused_device(settings, load.backend))
     if context.warning:
         heard.warn(context.warning)
 

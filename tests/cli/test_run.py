@@ -300,3 +300,32 @@ def test_an_error_before_the_engine_opens_none(kestrel: CommandLine, tmp_path: P
     file = tmp_path / "chat.json"
     file.write_text(json.dumps({"messages": []}), encoding="utf-8")
     assert kestrel("run", "--messages", str(file)).engine is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (("--keep", "off", "--policy", "past-only", "--prefetch", "1"), "--policy, --prefetch changed nothing"),
+        (("--evict", "free"), "--evict changed nothing: every weight is resident"),
+        (("--keep", "2", "--lazy"), "--lazy changed nothing: a window uploads layers when they are used anyway"),
+        (("--keep", "2", "--policy", "past-only"), None),
+        (("--keep", "off", "--lazy"), None),
+    ],
+)
+def test_a_choice_that_changes_nothing_is_said(
+    kestrel: CommandLine, arguments: tuple[str, ...], note: str | None
+) -> None:
+    notes = json.loads(kestrel("run", "hi", "--json", *arguments).out)["notes"]
+    said = [text for text in notes if "changed nothing" in text]
+    assert len(said) == (note is not None)
+    assert note is None or said[0].startswith(note)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",), ("--logits", "logits.npz")])
+def test_room_for_the_prompts_logits_is_asked_for(
+    kestrel: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = kestrel("run", "hi", *arguments)
+    assert ran.engine is not None
+    assert ran.engine.calls["collects_logits"] == bool(arguments)

@@ -84,6 +84,32 @@ def test_host_keep_without_a_window_is_said(engines: Engines, backend_name: str,
     assert "--host-keep 2 has nothing to hold: no layer is uploaded again" in said
 
 
+@pytest.mark.parametrize(("host_keep", "held"), [(1, 1), (3, 3), (9, 3)])
+def test_what_host_residency_holds_is_said(
+    engines: Engines, backend_name: str, tmp_path: Path, host_keep: int, held: int
+) -> None:
+    num_layers = 4
+    _, said = digest(engines, backend_name, keep=num_layers - 3, strip_cache=tmp_path, host_keep=host_keep)
+    assert any(text.startswith(f"{held} of the 3 layers that are uploaded again stay in host memory") for text in said)
+    assert any(f"--host-keep {host_keep} is more than the 3 layers" in text for text in said) == (host_keep > held)
+
+
+def test_memory_that_the_driver_will_not_pin_is_said(
+    engines: Engines, backend_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend_name == "cuda":
+        from kestrel_cuda.backends.cuda_memory import DeviceMemory
+
+        pin = DeviceMemory.pin
+        monkeypatch.setattr(DeviceMemory, "pin", lambda self, array, mapped=False: mapped and pin(self, array))
+    else:
+        from kestrel_cuda.backends.cpu import CpuBackend
+
+        monkeypatch.setattr(CpuBackend, "host_unpinned_bytes", lambda self: 3 << 20)
+    _, said = digest(engines, backend_name, keep=1)
+    assert any("the driver refused to pin" in text for text in said)
+
+
 def test_an_untied_embedding_that_is_not_finite(engines: Engines, backend_name: str, tmp_path: Path) -> None:
     model = copy(UNTIED, tmp_path / "model")
     for shard in model.glob("*.safetensors"):
