@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kestrel_cuda.model.weights
-from kestrel_cuda.config import Quant
+from kestrel_cuda.config import Policy, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import CheckpointError, DeviceError, InputError, InternalError
 from kestrel_cuda.generate import LogitsWish
@@ -332,3 +332,16 @@ class TestPrompts:
         for token_id in (-1, 653):
             with pytest.raises(InputError, match=f"token id {token_id} .* 0 to 652"):
                 engine.check_ids([token_id])
+
+
+def test_d39_the_next_token_s_layers_are_fetched_at_the_end_of_this_one(load: Load, t0: Path) -> None:
+    expected = run(load(t0, keep=0, ctx=256), 200)
+    for policy, prefetch in ((Policy.PAST_ONLY, 1), (Policy.PINNED, 2)):
+        engine = load(t0, keep=1, policy=policy, prefetch=prefetch, ctx=256)
+        found = run(engine, 200)
+        num_layers = engine.checkpoint.config.text.num_layers
+        assert found.digest == expected.digest
+        assert found.residency.uploads_per_token == num_layers - 1
+        assert engine._store is not None
+        assert set(engine._store.counters.pass_uploads[1:]) == {num_layers - 1}
+        assert found.residency.prefetched_layers == min(prefetch, num_layers - 1)
