@@ -133,7 +133,9 @@ def measure(
     engine = Engine.open(replace(config, lazy=True, keep=_largest(keeps), policy=policy))
     try:
         _check_positions(engine, prompt_tokens, new_tokens)
-        load = engine.load(prompt_tokens + new_tokens, prompt_tokens, on_progress, collects_logits=True)
+        load = engine.load(
+            prompt_tokens + new_tokens, prompt_tokens, on_progress, collects_logits=True, lowers_prefetch=False
+        )
         if keeps is None:
             wanted = variants(load.num_layers, default_keeps(load.num_layers), policies, evicts, config.prefetch)
             chosen = [variant for variant in wanted if _fits(engine, variant)]

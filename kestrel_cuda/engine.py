@@ -17,7 +17,7 @@ from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
-from kestrel_cuda.errors import CheckpointError, DeviceError, InputError, InternalError
+from kestrel_cuda.errors import CheckpointError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.chat import encode_chat
 from kestrel_cuda.inputs.template import ChatTemplate
@@ -113,10 +113,12 @@ class Engine:
         on_progress: Progress | None = None,
         *,
         collects_logits: bool = False,
+        lowers_prefetch: bool = True,
     ) -> LoadReport:
         """Plan for `ctx` cache slots, then quantize and place the weights.
 
-        `collects_logits` plans the memory that `generate` needs when its `logits` are hashed or kept.
+        `collects_logits` plans the memory that `generate` needs when its `logits` are hashed or kept;
+        `lowers_prefetch` lets fewer layers be fetched ahead where that makes the window fit.
 
         Raises DeviceError when the plan does not fit, CheckpointError when a weight cannot be quantized.
         """
@@ -143,7 +145,7 @@ class Engine:
             on_gpu=backend.name == "cuda",
             collects_logits=collects_logits,
         )
-        plan = self._plan_for(config)
+        plan = self._plan_for(config, lowers_prefetch=lowers_prefetch)
         notes += plan.notes
         warnings += plan.warnings
         if config.quant is Quant.G256:
@@ -233,11 +235,7 @@ class Engine:
             raise InternalError("set_window() was called before load()")
         loaded = self.plan
         wished = replace(self.config, keep=keep, policy=policy, prefetch=prefetch, prefill_chunk=loaded.prefill_chunk)
-        plan = self._plan_for(wished, embeddings_on=loaded.embeddings_on)
-        if plan.prefetch < prefetch:
-            raise DeviceError(
-                f"keep {keep} does not fit with {prefetch} layers fetched ahead; --prefetch {plan.prefetch} does"
-            )
+        plan = self._plan_for(wished, embeddings_on=loaded.embeddings_on, lowers_prefetch=False)
         self._store.set_window(make_window(policy, self.checkpoint.config.text.num_layers, plan.keep, prefetch), evict)
         self._model.forget_captures()
         self.backend.reset_peak()

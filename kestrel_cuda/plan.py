@@ -71,11 +71,13 @@ def make_plan(
     on_gpu: bool,
     embeddings_on: Literal["device", "host"] | None = None,
     collects_logits: bool = False,
+    lowers_prefetch: bool = True,
 ) -> Plan:
     """Fit weights, cache and work buffers into the memory there is; `embeddings_on` says where they lie already.
 
     `collects_logits` makes room for the prompt's last hidden rows, from which its logits are computed afterwards.
-    Layers are fetched ahead as far as there is room for them, and a plan with fewer than wanted warns.
+    Layers are fetched ahead as far as there is room for them, and a plan with fewer than wanted warns; without
+    `lowers_prefetch` it is refused.
 
     Raises DeviceError when what was asked for does not fit, naming what would, and SettingError for a context longer
     than the model's positions.
@@ -83,7 +85,8 @@ def make_plan(
     most = model.text.max_positions
     if ctx > most:
         raise SettingError(f"--ctx {ctx} is over the {most} positions this model has; use at most that")
-    for prefetch in range(config.prefetch, -1, -1):
+    refusal: DeviceError | None = None
+    for prefetch in range(config.prefetch, -1 if lowers_prefetch else config.prefetch - 1, -1):
         planner = _Planner(
             replace(config, prefetch=prefetch),
             model.text,
@@ -98,15 +101,20 @@ def make_plan(
         )
         try:
             plan = planner.plan()
-        except DeviceError:
-            if prefetch == 0:
-                raise
+        except DeviceError as error:
+            if refusal is None or isinstance(refusal, _NothingFits):
+                refusal = error
             continue
         if prefetch == config.prefetch:
             return plan
         fewer = f"--prefetch {config.prefetch} does not fit {planner.bound}: --prefetch {prefetch} is used"
         return replace(plan, warnings=(*plan.warnings, fewer))
-    raise AssertionError("a plan without prefetch is made or refused")
+    assert refusal is not None
+    raise refusal
+
+
+class _NothingFits(DeviceError):
+    """Not even a window of one layer."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class _Planner:
         if best is None and self.fits(1, chunk=LEAST_CHUNK):
             best = 1
         if best is None:
-            raise DeviceError(self._nothing_fits())
+            raise _NothingFits(self._nothing_fits())
         keep = best
         notes: list[str] = []
         warnings: list[str] = []
@@ -263,10 +271,11 @@ class _Planner:
             least = f"--cache-budget {_enough(self.weight_bytes(1))}"
         else:
             least = f"--vram {_enough(self.needed_bytes(1))}"
+        fewer_ahead = ", --prefetch" if self.config.prefetch else ""
         parts = ", ".join(f"{what} {format_size(b)}" for what, b in self.rows(1, LEAST_CHUNK, False) if b)
         return (
             f"{self.bound} cannot hold even a window of one layer; {least} would ({parts}); "
-            "a smaller --ctx, --prefill-chunk or --quant q4_0 needs less"
+            f"a smaller --ctx{fewer_ahead}, --prefill-chunk or --quant q4_0 needs less"
         )
 
 

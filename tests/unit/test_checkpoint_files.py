@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -61,8 +62,8 @@ def link_to_itself(path: Path) -> None:
 
 
 def bind(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind(os.path.relpath(path))  # the system takes short names only
+    with socket.socket(socket.AF_UNIX) as end, contextlib.chdir(path.parent):
+        end.bind(path.name)  # the system takes short names only
 
 
 @pytest.mark.timeout(20)

@@ -53,6 +53,7 @@ def plan(
     num_prompt: int = 512,
     on_gpu: bool = True,
     collects_logits: bool = False,
+    lowers_prefetch: bool = True,
     **config: Any,
 ) -> Plan:
     """A plan for the 2B shape on a card with `free` bytes left; nothing is fetched ahead unless asked."""
@@ -69,6 +70,7 @@ def plan(
         embedding_bytes=EMBEDDING_BYTES,
         on_gpu=on_gpu,
         collects_logits=collects_logits,
+        lowers_prefetch=lowers_prefetch,
     )
 
 
@@ -156,8 +158,10 @@ def test_layers_fetched_ahead_need_room(prefetch: int) -> None:
     assert made.keep == plan(vram_bytes=bound).keep - 1
     asked = plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1)
     assert (asked.keep, asked.prefetch) == (made.keep + 1, 1 if asked.total_bytes > bound - layer_bytes() else 0)
-    with pytest.raises(DeviceError, match=f"--keep {made.keep + 1} fits"):
+    with pytest.raises(DeviceError, match=f"--keep {made.keep} fits"):
         plan(vram_bytes=bound, prefetch=2, keep=made.keep + 2)
+    with pytest.raises(DeviceError, match=f"--keep {made.keep} fits"):
+        plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1, lowers_prefetch=False)
 
 
 @pytest.mark.parametrize("asked", [29, 99])
@@ -299,5 +303,9 @@ def test_fewer_layers_are_fetched_ahead_where_the_wanted_number_does_not_fit(roo
     assert len(lowered) == (used < 2)
     assert all(f"--prefetch {used} is used" in warning for warning in lowered)
     if used == 0:
-        with pytest.raises(DeviceError):
+        with pytest.raises(
+            DeviceError, match=r"cannot hold even a window of one layer; --vram .* a smaller --ctx, --pre"
+        ):
             plan(vram_bytes=needed - 1, keep=1, prefetch=2, policy=Policy.PINNED, prefill_chunk=16)
+        with pytest.raises(DeviceError, match="a smaller --ctx, --prefetch, --prefill-chunk or"):
+            plan(vram_bytes=needed, prefetch=2, policy=Policy.PINNED, prefill_chunk=16, lowers_prefetch=False)
