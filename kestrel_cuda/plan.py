@@ -86,7 +86,9 @@ def make_plan(
     if ctx > most:
         raise SettingError(f"--ctx {ctx} is over the {most} positions this model has; use at most that")
     refusal: DeviceError | None = None
-    for prefetch in range(config.prefetch, -1 if lowers_prefetch else config.prefetch - 1, -1):
+    # More than all layers is no further ahead than all.
+    fewer_ahead = range(min(config.prefetch, model.text.num_layers) - 1, -1, -1) if lowers_prefetch else ()
+    for prefetch in (config.prefetch, *fewer_ahead):
         planner = _Planner(
             replace(config, prefetch=prefetch),
             model.text,

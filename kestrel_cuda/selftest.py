@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from kestrel_cuda.engine import Engine
 from kestrel_cuda.report import RunReport
 from kestrel_cuda.step_checks import Check as Check
 from kestrel_cuda.step_checks import step_checks
+from kestrel_cuda.stretch_checks import stretch_checks
 
 OnOpen = Callable[[str, str, str | None], None]
 
@@ -48,7 +50,7 @@ def run_selftest(config: EngineConfig, on_open: OnOpen, on_check: Callable[[Chec
     on_open(backend.name, backend.device_name, reason)
     checks = []
     try:
-        for check in step_checks(backend):
+        for check in chain(step_checks(backend), stretch_checks(backend)):
             on_check(check)
             checks.append(check)
     finally:

@@ -309,3 +309,9 @@ def test_fewer_layers_are_fetched_ahead_where_the_wanted_number_does_not_fit(roo
             plan(vram_bytes=needed - 1, keep=1, prefetch=2, policy=Policy.PINNED, prefill_chunk=16)
         with pytest.raises(DeviceError, match="a smaller --ctx, --prefetch, --prefill-chunk or"):
             plan(vram_bytes=needed, prefetch=2, policy=Policy.PINNED, prefill_chunk=16, lowers_prefetch=False)
+
+
+def test_an_absurd_prefetch_is_refused_as_fast_as_any() -> None:
+    with pytest.raises(DeviceError, match="cannot hold even a window of one layer"):
+        plan(vram_bytes=MIB, prefetch=10**9)
+    assert plan(vram_bytes=2 * GIB, keep=1, prefetch=10**9).prefetch in range(L)
