@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_cli import program
+from tests.cli.terminal import run_on_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("-n", "4", "--rounds", "1", "--prompt-tokens", "3")
@@ -102,26 +102,9 @@ class TestProcess:
 
     def on_a_terminal(self, **variables: str) -> str:
         """Run with output and errors on a terminal; everything written."""
-        parent, child = pty.openpty()
-        process = subprocess.Popen(
-            command(*QUICK),
-            env=environment(**variables),
-            stdin=child,
-            stdout=child,
-            stderr=child,
-            start_new_session=True,
-        )
-        os.close(child)
-        written = b""
-        while True:
-            try:
-                written += os.read(parent, 65536)
-            except OSError:
-                # EIO is Linux's way to say that the other side is closed.
-                break
-        os.close(parent)
-        assert process.wait(timeout=60) == 0
-        return written.decode()
+        exit_code, written = run_on_terminal(command(*QUICK), environment(**variables))
+        assert exit_code == 0
+        return written
 
     def test_a_terminal_gets_progress_and_bold_heads(self) -> None:
         written = self.on_a_terminal(TERM="xterm-256color")

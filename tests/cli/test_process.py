@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+
+from tests.cli.terminal import run_on_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = str(ROOT / "tests" / "cli" / "fake_engine.py")
@@ -230,25 +231,7 @@ def test_text_of_any_script_is_written_in_any_locale(locale: str) -> None:
 
 def on_a_terminal(*arguments: str, fields: dict[str, object] | None = None, **variables: str) -> tuple[int, str]:
     """Run with all three streams on a terminal; its exit code and everything it wrote."""
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        command(*arguments, **(fields or {})),
-        env=environment(**variables),
-        stdin=child,
-        stdout=child,
-        stderr=child,
-        start_new_session=True,
-    )
-    os.close(child)
-    written = b""
-    while True:
-        try:
-            written += os.read(parent, 65536)
-        except OSError:
-            # EIO is Linux's way to say that the other side is closed.
-            break
-    os.close(parent)
-    return process.wait(timeout=30), written.decode()
+    return run_on_terminal(command(*arguments, **(fields or {})), environment(**variables))
 
 
 def test_a_terminal_gets_progress_and_colour() -> None:
