@@ -4,7 +4,7 @@ Each setting runs in a process of its own, so that the driver's figure before it
 JSON object a line; exit code 1 when a peak is outside max(3 %, 64 MiB) of its plan or over --vram. Needs a GPU that
 nothing else uses.
 
-    PYTHONPATH=. python scripts/check_plan.py CHECKPOINT [CHECKPOINT ...]
+    PYTHONPATH=. python scripts/check_plan.py CHECKPOINT [CHECKPOINT ...] [--vram none,3GiB,1600MiB]
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from typing import Any
 from kestrel_cuda.sizes import parse_size
 
 TOLERANCE_SHARE, TOLERANCE_BYTES = 0.03, 64 << 20
-SETTINGS = [
-    {"quant": quant, "ctx": ctx, "vram": vram}
-    for quant, ctx, vram in product(("q8_0", "q4_0"), (512, 8192), (None, "3GiB", "1600MiB"))
-]
+NO_BUDGET = "none"
+
+
+def settings(budgets: list[str]) -> list[dict[str, Any]]:
+    return [
+        {"quant": quant, "ctx": ctx, "vram": None if vram == NO_BUDGET else vram}
+        for quant, ctx, vram in product(("q8_0", "q4_0"), (512, 8192), budgets)
+    ]
 
 
 def measure(checkpoint: Path, setting: dict[str, Any]) -> dict[str, Any]:
@@ -73,13 +77,14 @@ def measure(checkpoint: Path, setting: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoints", type=Path, nargs="+")
+    parser.add_argument("--vram", default=f"{NO_BUDGET},3GiB,1600MiB", help="budgets, comma-separated")
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.setting:
         print(json.dumps(measure(arguments.checkpoints[0], json.loads(arguments.setting))))
         return 0
     failed = 0
-    for checkpoint, setting in product(arguments.checkpoints, SETTINGS):
+    for checkpoint, setting in product(arguments.checkpoints, settings(arguments.vram.split(","))):
         command = [sys.executable, __file__, str(checkpoint), "--setting", json.dumps(setting)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         result = json.loads(ran.stdout) if ran.returncode == 0 else {"error": ran.stderr.strip().splitlines()[-1:]}

@@ -16,6 +16,7 @@ from kestrel_cuda.config import Quant
 from kestrel_cuda.engine import Engine
 from scripts.make_tiny_model import make_tiny_checkpoint
 from tests.compare import assert_close
+from tests.driver_calls import counted_driver_calls, find_cupti
 from tests.engines import QUANTS, Run, generate, random_ids
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,6 +269,31 @@ class TestOnTheGpu:
         # Slabs are allocated up to the second pass; after five a layer is in no slab that it was not captured in.
         assert set(calls[3:]) == {calls[-1]}
         assert set(used[8:]) == {used[-1]}
+
+    @pytest.mark.parametrize("keep", [0, 1, 4])
+    @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
+    def test_a_warm_token_never_waits_for_the_whole_device(self, load_on_gpu: Load, quant: Quant, keep: int) -> None:
+        """Counted by the driver itself, allocations with it; that it counts is shown first."""
+        from cupy.cuda import runtime
+
+        cupti = find_cupti()
+        if cupti is None:
+            pytest.skip("CUPTI is not installed")
+        with counted_driver_calls(cupti) as control:
+            runtime.free(runtime.malloc(1 << 20))
+            runtime.deviceSynchronize()
+        assert control.device_synchronizations >= 1
+        assert sum(control.memory_calls.values()) >= 2
+
+        engine = load_on_gpu(TINY_28L, quant=quant, keep=keep, prefetch=2, ctx=64)
+        tokens = iter(engine.generate(PROMPT, 24, ignore_eos=True))
+        for _ in range(9):
+            next(tokens)
+        with counted_driver_calls(cupti) as warm:
+            assert sum(1 for _ in tokens) == 15
+        assert warm.device_synchronizations == 0
+        assert not warm.memory_calls
+        assert sum(warm.calls.values()) >= 15, "the tokens were seen"
 
     def test_counted_bytes_agree_with_the_driver(self, load_on_gpu: Load, tmp_path: Path) -> None:
         """A model large enough that the driver's granularity does not hide an error."""
