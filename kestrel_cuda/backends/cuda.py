@@ -15,10 +15,12 @@ from kestrel_cuda.backends.base import Activation, DeviceWeight, SequenceState, 
 from kestrel_cuda.backends.cuda_attention import AttentionSteps
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
-from kestrel_cuda.quant.packed import Element
+from kestrel_cuda.quant.packed import Element, PackedGeometry
 
 # Sizes shared with the kernels; tests/kernels/test_signatures.py reads them out of the sources.
-TILE_M, TILE_N, TILE_STAGES = 64, 128, 3
+WIDE_M, WIDE_N, WIDE_THREADS = 128, 128, 256
+SMALL_M, SMALL_N, SMALL_THREADS = 64, 64, 128
+TILE_STAGES = 3
 PIECE_INPUTS = 128
 MAX_ROWS_KERNEL = 4
 MAX_WARPS = 16
@@ -81,15 +83,27 @@ class CudaBackend(DecodeSteps, AttentionSteps):
                    "scales_gn": weight.scales_gn, "k_padded": geometry.k_padded,
                    "groups_per_scale": geometry.group_size // ACTIVATION_GROUP}  # fmt: skip
         if num_rows > MAX_ROWS_KERNEL:
-            kernel = self.kernels[f"linear_tiles_{suffix}"]
-            shared_bytes = _tiles_shared_bytes(8 if geometry.element is Element.INT8 else 4)
-            grid = (-(-geometry.n_padded // TILE_N), -(-num_rows // TILE_M))
-            kernel(grid, (256,), shared_bytes=shared_bytes, **common)
+            self._linear_tiles(geometry, common)
             return
         rows = 2 if num_rows == 2 else 4
         warps = max(min(MAX_WARPS, -(-geometry.k_padded // PIECE_INPUTS)), rows)
         grid = (-(-geometry.n_padded // 32), -(-num_rows // rows))
         self.kernels[f"linear_rows{rows}_{suffix}"](grid, (32 * warps,), **common)
+
+    def _linear_tiles(self, geometry: PackedGeometry, common: dict[str, Any]) -> None:
+        kernel, rows, columns, threads = "linear_tiles", WIDE_M, WIDE_N, WIDE_THREADS
+        # A fourth of the multiprocessors may rest: a wide tile needs fewer instructions and reads half as much.
+        if 4 * -(-geometry.n_padded // WIDE_N) * -(-common["m"] // WIDE_M) < 3 * self.num_multiprocessors:
+            kernel, rows, columns, threads = "linear_small_tiles", SMALL_M, SMALL_N, SMALL_THREADS
+        stage_bytes = _tile_stage_bytes(geometry.element, rows, columns)
+        num_stages = TILE_STAGES if TILE_STAGES * stage_bytes <= self.most_shared_bytes else TILE_STAGES - 1
+        self.kernels[f"{kernel}_{geometry.element.value}"](
+            (-(-geometry.n_padded // columns), -(-common["m"] // rows)),
+            (threads,),
+            shared_bytes=num_stages * stage_bytes,
+            num_stages=num_stages,
+            **common,
+        )
 
     def silu_mul(self, gate_up_mn: Any, up_column: int, out: Activation, num_rows: int) -> None:
         k, ld = out.num_inputs, gate_up_mn.shape[1]
@@ -124,9 +138,9 @@ class CudaBackend(DecodeSteps, AttentionSteps):
         self.kernels["advance_position"]((1,), (1,), position=state.position, num_rows=num_rows)
 
 
-def _tiles_shared_bytes(words_per_group: int) -> int:
-    """The stages of gemm.cu's `Stage`."""
+def _tile_stage_bytes(element: Element, rows: int, columns: int) -> int:
+    """gemm.cu's `Stage`: codes of rows and of columns, their scales, and what keeps the banks apart."""
     groups = PIECE_INPUTS // ACTIVATION_GROUP
-    x = TILE_M * (PIECE_INPUTS // 4 + 8) * 4
-    w = groups * words_per_group * (TILE_N + 4) * 4
-    return TILE_STAGES * (x + w + groups * TILE_N * 2 + TILE_M * groups * 4)
+    row_words, words_per_group = (36, 8) if element is Element.INT8 else (40, 4)
+    words = rows * row_words + groups * words_per_group * (columns + 8)
+    return 4 * (words + groups * (rows + 8 + columns // 2))

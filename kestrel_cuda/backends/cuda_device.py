@@ -76,6 +76,7 @@ class CudaDevice:
                 "8.0 or newer is needed (Ampere, 2020)"
             )
         self.num_multiprocessors = properties["multiProcessorCount"]
+        self.most_shared_bytes = properties["sharedMemPerBlockOptin"]
         cupy.cuda.Device(device).use()
         self._unpinned_bytes = 0
         self.device_memory = DeviceMemory(device, used_before_bytes, pci_bus_id)

@@ -215,6 +215,46 @@ def test_a_long_prefill(cuda_backend: Backend, cpu_backend: Backend, kind: str) 
     assert_close(actual, on_cpu, max_nmse=MAX_NMSE_BETWEEN_BACKENDS, what="2048 rows against the CPU")
 
 
+TILE_ROWS = (5, 31, 63, 64, 65, 127, 128, 129, 300)
+# Pieces that are not whole, groups that divide by four and not; columns around multiples of 2, 4, 8, 64 and 128.
+TILE_SHAPES = [(1, 32), (36, 96), (63, 128), (70, 288), (129, 544), (130, 640), (257, 1056), (260, 2048)]
+TILE_SHAPES_OF_256 = [(44, 256), (129, 768), (260, 2304)]
+TILES = {"wide": (1, None), "two stages": (1, 99 << 10), "small": (1 << 20, None)}
+"""Multiprocessors and shared memory of a block (None: the card's own) with which the backend takes each."""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    ("kind", "n", "k"),
+    [(kind, n, k) for kind in SCHEMES for n, k in (TILE_SHAPES_OF_256 if kind == "g256" else TILE_SHAPES)],
+)
+def test_edges_of_tiles(
+    cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, tile: str, kind: str, n: int, k: int
+) -> None:
+    """Every row as it is alone, and nothing written beside; set or added, at columns of every alignment."""
+    num_multiprocessors, most_shared_bytes = TILES[tile]
+    monkeypatch.setattr(cuda_backend, "num_multiprocessors", num_multiprocessors)
+    if most_shared_bytes is not None:
+        monkeypatch.setattr(cuda_backend, "most_shared_bytes", most_shared_bytes)
+    num_rows = max(TILE_ROWS)
+    x, weight = random_activation(kind, num_rows, k).on(cuda_backend), random_weight(kind, n, k).on(cuda_backend)
+    for column, right, add in ((0, 0, False), (0, 1, True), (1, 4, False), (2, 2 + n % 2, True), (4, 4, True)):
+        before = poison((num_rows, column + n + right))
+        if add:
+            before[:, column : column + n] = normal(rng(7, n, k), num_rows, n, scale=10)
+        out = cuda_backend.to_device(before)
+        for row in range(num_rows):
+            cuda_backend.linear(rows_of(x, row, 1), weight, out[row : row + 1], 1, column=column, add=add)
+        alone = cuda_backend.to_host(out)
+        assert np.isfinite(alone[:, column : column + n]).all()
+        for m in TILE_ROWS:
+            cuda_backend.write(out, before)
+            cuda_backend.linear(x, weight, out, m, column=column, add=add)
+            expected = np.vstack([alone[:m], before[m:]])
+            assert_same_bits(cuda_backend.to_host(out), expected, f"{m} rows at column {column}")
+
+
 def windows(num_rows: int) -> Iterator[tuple[int, int]]:
     """(first row, rows) of every run of consecutive rows of these lengths: each row at each position of each."""
     for m in (2, 3, 4, 5, 8, 16, 17, 64, 100):

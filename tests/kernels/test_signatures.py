@@ -92,6 +92,23 @@ def struct_bytes(name: str, struct: str, head_dim: int) -> int:
     return sum(arrays(rest)) + (max(arrays(union[1])) if union else 0)
 
 
+def tile_stage_bytes(bits: int, rows: int, columns: int) -> int:
+    """sizeof of the `Stage` of one of gemm.cu's tiles: arrays of four-byte elements, one a line."""
+    tile = re.search(r"^struct Tile \{\n(.*?)^\};", library.source("gemm"), re.M | re.S)
+    assert tile
+    known: dict[str, int] = constants("gemm") | {"kBits": bits, "kTileM": rows, "kTileN": columns}
+
+    def value(expression: str) -> int:
+        expression = re.sub(r"(kBits == 8) \? (\d+) : (\d+)", r"\2 if \1 else \3", expression).replace("/", "//")
+        return int(eval(expression, {"__builtins__": {}}, known))
+
+    for constant, expression in re.findall(r"constexpr int (k(?:Words|\w+Words)) = ([^;]+);", tile[1]):
+        known[constant] = value(expression)
+    arrays = re.findall(r"^        (?:u32|float) \w+\[([^]]+)\]\[([^]]+)\];", tile[1], re.M)
+    assert len(arrays) == 4
+    return sum(4 * value(outer) * value(inner) for outer, inner in arrays)
+
+
 def static_shared_bytes(kernel: str) -> int:
     """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
     if found := re.fullmatch(r"attend_(?:split|row)_f16_(\d+)", kernel):
@@ -285,9 +302,13 @@ class TestSizes:
             ("cuda_decode.PIECE_INPUTS", "decode", "kPiece"),
             ("cuda_decode.NORM_THREADS", "decode", "kDecodeThreads"),
             ("cuda_decode.NORM_THREADS", "norm", "kNormThreads"),
-            ("cuda.TILE_M", "gemm", "kTileM"),
-            ("cuda.TILE_N", "gemm", "kTileN"),
-            ("cuda.TILE_STAGES", "gemm", "kStages"),
+            ("cuda.WIDE_M", "gemm", "kWideM"),
+            ("cuda.WIDE_N", "gemm", "kWideN"),
+            ("cuda.WIDE_THREADS", "gemm", "kWideThreads"),
+            ("cuda.SMALL_M", "gemm", "kSmallM"),
+            ("cuda.SMALL_N", "gemm", "kSmallN"),
+            ("cuda.SMALL_THREADS", "gemm", "kSmallThreads"),
+            ("cuda.TILE_STAGES", "gemm", "kMaxStages"),
             ("cuda.PIECE_INPUTS", "gemm", "kPiece"),
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
             ("cuda.MAX_WARPS", "gemv", "kMaxWarps"),
@@ -342,6 +363,7 @@ def hollow_backend(cuda: Any, kernels: FakeLibrary) -> Any:
         def __init__(self) -> None:
             self.kernels = kernels
             self.num_multiprocessors = NUM_MULTIPROCESSORS
+            self.most_shared_bytes = LEAST_SHARED_BYTES
             self.device_memory = SimpleNamespace(array=np.zeros, free=lambda array: None)
             self._best, self._best_id = np.zeros(256, np.float32), np.zeros(256, np.int32)
 
@@ -530,11 +552,12 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         asked.setdefault(kernel, set()).add(shared_bytes)
 
     c = constants("gemm")
-    for element, words in (("int8", 8), ("int4", 4)):
-        x = c["kTileM"] * c["kRowWords"] * 4
-        w = c["kGroupsPerPiece"] * words * c["kColumnWords"] * 4
-        scales = c["kGroupsPerPiece"] * (c["kTileN"] * 2 + c["kTileM"] * 4)
-        assert asked[f"linear_tiles_{element}"] == {c["kStages"] * (x + w + scales)}
+    for element in ("int8", "int4"):
+        for kernel, size in (("linear_tiles", "Wide"), ("linear_small_tiles", "Small")):
+            stage_bytes = tile_stage_bytes(int(element[-1]), c[f"k{size}M"], c[f"k{size}N"])
+            # Only three wide stages of int8 are more than every card has.
+            num_stages = c["kMaxStages"] - ((size, element) == ("Wide", "int8"))
+            assert asked[f"{kernel}_{element}"] == {num_stages * stage_bytes}
 
     c = constants("decode")
     for element, wide in (("int8", WIDE_INT8), ("int4", WIDE_INT4)):
