@@ -25,7 +25,7 @@ SPLIT_SLOTS = 256
 SUBTILE_SLOTS = 64
 SPLIT_MAX_ROWS = 8
 FLOAT_TILE_ROWS = 32
-HALF_TILE_ROWS = 64
+HALF_TILE_ROWS, HALF_TILE_THREADS, HALF_TILE_STAGES = 64, 128, 3
 
 CACHE_KINDS = {np.dtype(np.float16): 1, np.dtype(np.float32): 2}
 
@@ -42,10 +42,8 @@ def float_tile_bytes(head_dim: int) -> int:
 
 
 def half_tile_bytes(head_dim: int) -> int:
-    """attention_many.cu's `ManyRows`: queries, weights, two subtiles of keys, maxima."""
-    key_stride = head_dim + (0 if head_dim == 32 else 32)
-    halves = HALF_TILE_ROWS * (head_dim + 8 + SPLIT_SLOTS + 8) + 2 * SUBTILE_SLOTS * key_stride
-    return 2 * halves + 2 * HALF_TILE_ROWS * 4
+    """attention_many.cu's `ManyRows`: a ring of subtiles, merged results, two statistics and the head of a row."""
+    return 2 * HALF_TILE_STAGES * SUBTILE_SLOTS * head_dim + 4 * HALF_TILE_ROWS * (head_dim + 3)
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,13 @@ class AttentionSteps(CudaDevice, ComposedSteps):
                 out_mhd=target, num_heads=heads.num_heads, head_dim=d, num_splits=num_splits,
             )  # fmt: skip
         else:
-            tile_rows = HALF_TILE_ROWS if halves else FLOAT_TILE_ROWS
-            shared_bytes = half_tile_bytes(d) if halves else float_tile_bytes(d)
             kernel = self.kernels[f"attend_tiled_{suffix}"]
-            grid = (-(-num_rows // (tile_rows // group)), heads.num_kv_heads)
-            kernel(grid, (256,), shared_bytes=shared_bytes, out_mhd=target, m=num_rows, **common)
+            num_tiles = -(-num_rows // ((HALF_TILE_ROWS if halves else FLOAT_TILE_ROWS) // group))
+            if halves:
+                grid, block, shared_bytes = (heads.num_kv_heads, num_tiles), (HALF_TILE_THREADS,), half_tile_bytes(d)
+            else:
+                grid, block, shared_bytes = (num_tiles, heads.num_kv_heads), (256,), float_tile_bytes(d)
+            kernel(grid, block, shared_bytes=shared_bytes, out_mhd=target, m=num_rows, **common)
         if out.codes_mk is not None:
             self.quantize_rows(target, out, num_rows)
 

@@ -8,8 +8,8 @@
 // order, so a query's result does not depend on how many queries came with it.
 //
 // Which channel or slot stands where in an mma is free as long as both operands agree: lane j (of 4) takes channels
-// 8j .. 8j + 7 of a run of 32, so a key is read 16 bytes at a time; column c of the value tiles takes HeadDim / 16
-// neighbouring channels.
+// 8j .. 8j + 7 of a run of 32, so a key is read 16 bytes at a time. Columns of value tiles do not meet, so that which
+// channels they stand for is up to a kernel: in attention_few.cu column c takes HeadDim / 16 neighbouring ones.
 
 
 constexpr int kMmaRows = 16;
@@ -23,7 +23,9 @@ __device__ inline void mma_m16n8k16(float c[4], const u32 a[4], u32 b0, u32 b1) 
 }
 
 __device__ inline u32 pack_halves(float low, float high) {
-    return (u32)float_to_half(low) | ((u32)float_to_half(high) << 16);
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
 }
 
 // The lower (which = 0) or upper halves of two words, side by side.

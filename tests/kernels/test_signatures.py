@@ -81,10 +81,10 @@ def struct_bytes(name: str, struct: str, head_dim: int) -> int:
 
     def arrays(body: str) -> list[int]:
         found = []
-        for item, declared in re.findall(r"^ +(u16|float) ([^;=()]+);", body, re.M):
+        for item, declared in re.findall(r"^ +(u16|float|int) ([^;=()]+);", body, re.M):
             for lengths in re.findall(r"\w+((?:\[[^]]+\])+)", declared):
                 factors = [value(length) for length in re.findall(r"\[([^]]+)\]", lengths)]
-                found.append({"u16": 2, "float": 4}[item] * int(np.prod(factors)))
+                found.append({"u16": 2, "float": 4, "int": 4}[item] * int(np.prod(factors)))
         return found
 
     union = re.search(r"^    union \{\n(.*?)^    \};\n", bodies[struct], re.M | re.S)
@@ -297,6 +297,8 @@ class TestSizes:
             ("cuda_attention.SUBTILE_SLOTS", "attention", "kSubtile"),
             ("cuda_attention.FLOAT_TILE_ROWS", "attention", "kRows"),
             ("cuda_attention.HALF_TILE_ROWS", "attention_many", "kTileRows"),
+            ("cuda_attention.HALF_TILE_THREADS", "attention_many", "kTileThreads"),
+            ("cuda_attention.HALF_TILE_STAGES", "attention_many", "kStages"),
             ("cuda_attention.MAX_QUERIES_PER_KV", "attention_few", "kMmaRows"),
             ("cuda_decode.COLUMNS", "decode", "kColumns"),
             ("cuda_decode.PIECE_INPUTS", "decode", "kPiece"),
