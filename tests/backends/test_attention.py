@@ -271,6 +271,25 @@ def _in_chunks(
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("group", [1, 2, 4, 16])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
+def test_edges_of_the_many_query_tile(cuda_backend: Backend, head_dim: int, group: int) -> None:
+    """Query counts around a tile of 64 rows, from positions around subtiles and splits, in a cache that ends with the
+    last of them: the bits that few-query kernels give, and float64."""
+    starts, counts = (0, 1, 50, 63, 64, 191, 255, 256, 300, 512), (9, 31, 32, 33, 64, 65)
+    length = max(starts) + max(counts)
+    given = case(head_dim, group, 2, F16, length, sharpness=3)
+    few = [read_values(cuda_backend, *attend(cuda_backend, given, i, min(8, length - i))) for i in range(0, length, 8)]
+    alone, expected = np.concatenate(few), expected_attention(given, 0, length)
+    for first in starts:
+        for m in counts:
+            rows, what = slice(first, first + m), f"{m} queries from position {first}"
+            actual = read_values(cuda_backend, *attend(cuda_backend, given, first, m, ctx=first + m))
+            assert_same_bits(actual, alone[rows], what)
+            assert_close(actual, expected[rows], max_nmse=MAX_NMSE[F16], what=what)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize(("head_dim", "queries_per_kv"), [(96, 2), (256, 2), (8, 1), (128, 17)])
 def test_heads_the_kernels_do_not_take_are_refused(cuda_backend: Backend, head_dim: int, queries_per_kv: int) -> None:
     with pytest.raises(DeviceError, match=rf"head_dim of {head_dim} and {queries_per_kv} query heads.*--backend cpu"):
