@@ -36,8 +36,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A variant's figures over all rounds. Rates are in 10^9 bytes a second; `link_share` is None without a link or
-    without copies."""
+    """A variant's figures over all rounds. Rates are in 10^9 bytes a second.
+
+    `read_gb_per_s` is bytes read per token (weights alone, see RunReport) over the median; `read_share` is None where
+    the card's read rate was not measured, `link_share` without a link or without copies.
+    """
 
     model: str
     quant: str
@@ -49,6 +52,9 @@ class BenchRow:
     peak_device_bytes: int
     ms_per_token_median: float
     ms_per_token_sd: float
+    bytes_read_per_token: int
+    read_gb_per_s: float
+    read_share: float | None
     h2d_bytes_per_token: int
     h2d_gb_per_s: float
     link_share: float | None
@@ -253,6 +259,7 @@ def _row(config: EngineConfig, variant: Variant, runs: _Runs, link: float | None
     last = runs.timed[-1]
     h2d_bytes = last.residency.h2d_bytes_per_token
     rate = h2d_bytes / token_ms / 1e6
+    read_rate = last.bytes_read_per_token / token_ms / 1e6
     # Ids that a round chose differently are the ones worth showing.
     ids = next((run.ids for run in runs.timed if run.ids != runs.checked.ids), runs.checked.ids)
     return BenchRow(
@@ -266,6 +273,9 @@ def _row(config: EngineConfig, variant: Variant, runs: _Runs, link: float | None
         peak_device_bytes=max(run.residency.peak_device_bytes for run in runs.timed),
         ms_per_token_median=token_ms,
         ms_per_token_sd=stdev(steps_ms) if len(steps_ms) > 1 else 0.0,
+        bytes_read_per_token=last.bytes_read_per_token,
+        read_gb_per_s=read_rate,
+        read_share=read_rate / last.device_read_gb_per_s if last.device_read_gb_per_s else None,
         h2d_bytes_per_token=h2d_bytes,
         h2d_gb_per_s=rate,
         link_share=rate / link if link and h2d_bytes else None,

@@ -1,4 +1,4 @@
-"""What a load and a run measured: plain frozen dataclasses with units in their names. Computes and prints nothing."""
+"""What a load and a run measured: plain frozen dataclasses with units in their names. Measures and prints nothing."""
 
 from __future__ import annotations
 
@@ -83,8 +83,13 @@ class RunReport:
     """Everything a run can say once it has stopped.
 
     `logits_sha256` is over the float32 bytes of all prompt logits, then all step logits, rows in order;
-    None when logits were not asked for. `read_gb_per_s` is bytes read per token over the median time;
-    `device_read_gb_per_s` the card's measured read rate (None on the CPU).
+    None when logits were not asked for.
+
+    `bytes_read_per_token` counts weights alone, every layer and lm_head once, as they are stored: 34/32 bytes a weight
+    with q8_0, 18/32 with q4_0, 258/256 with g256, and what fills up odd shapes (none in the released ones). The
+    key-value cache, norms and activations are left out. `read_gb_per_s` is that over the median time;
+    `device_read_gb_per_s` the card's read rate, measured while loading (None on the CPU, under a memory bound and
+    where less than 2 GiB was free).
     """
 
     prompt_ids: tuple[int, ...]
@@ -98,3 +103,10 @@ class RunReport:
     device_read_gb_per_s: float | None
     logits_sha256: str | None
     warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def read_share(self) -> float | None:
+        """Of the card's read rate; None where either rate is unknown."""
+        if self.read_gb_per_s is None or self.device_read_gb_per_s is None:
+            return None
+        return self.read_gb_per_s / self.device_read_gb_per_s

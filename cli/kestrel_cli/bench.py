@@ -48,7 +48,8 @@ def bench(
 ) -> flags.Invocation:
     """Measure what a residency window costs.
 
-    One window, or with --sweep-keep the whole curve: time a token, bytes over the link and their share of its rate.
+    One window, or with --sweep-keep the whole curve: time a token, the rate at which weights are read, bytes over
+    the link, and each as a share of what the card can do.
     Exit code 1 if the windows do not agree on every id and every logit.
     """
     return flags.Invocation(compare_windows, flags.given(context.params))

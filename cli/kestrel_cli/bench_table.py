@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _WIDTH = 80
 _HASH_DIGITS = 6
 _NONE = "-"
+_LOGITS, _IDS = "logits\nsha256", "first\nids"
+_LABEL_WIDTH = 13
 
 # A line below the heads, broken between columns, and no other.
 _PLAIN_RULE = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
@@ -31,11 +33,12 @@ _DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 def bench_text(report: BenchReport, fancy: bool) -> str:
     """The whole report, for a terminal when `fancy`; 80 columns wide unless its figures need more."""
-    columns = _columns(report)
-    *others, ids = columns
+    columns, shared = _without_shared(_columns(report))
     # Two blanks between columns where that leaves room for an id.
-    gap = 2 if _total_width([*others, _cut_ids(ids, 0)], 2) <= _WIDTH else 1
-    columns = [*others, _cut_ids(ids, _WIDTH - _total_width(others, gap) - gap)]
+    gap = 2 if _least_width(columns, 2) <= _WIDTH else 1
+    *others, last = columns
+    if last.head == _IDS:
+        columns = [*others, _cut_ids(last, _WIDTH - _total_width(others, gap) - gap)]
     console = Console(
         file=io.StringIO(),
         width=max(_WIDTH, _total_width(columns, gap)),
@@ -47,8 +50,8 @@ def bench_text(report: BenchReport, fancy: bool) -> str:
         emoji=False,
     )
     with console.capture() as captured:
-        for name, fact in _facts(report):
-            console.print(Text(f"{name:12}", style="bold"), Text(escape_controls(fact)), soft_wrap=True)
+        for name, fact in (*_facts(report), *shared):
+            console.print(Text(f"{name:{_LABEL_WIDTH - 1}}", style="bold"), Text(escape_controls(fact)), soft_wrap=True)
         console.print()
         console.print(_table(columns, gap, fancy))
         console.print()
@@ -79,13 +82,18 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     if same or not windows:
         yield "window", ", ".join(same) or "none, everything resident"
     if report.link_gb_per_s is None:
-        yield "ceilings", "no link: copies stay in host memory"
+        yield "ceilings", "no link: copies stay in host memory; read rate not measured"
     else:
         read = report.device_read_gb_per_s
-        memory = "read rate not measured under --vram" if read is None else f"device memory {_rate(read)}"
+        memory = (
+            "read rate not measured (--vram, or under 2 GiB free)" if read is None else f"device memory {_rate(read)}"
+        )
         yield "ceilings", f"link {_rate(report.link_gb_per_s)}, {memory}"
+    unit, (size,) = _in_one_unit([report.rows[0].bytes_read_per_token], _DECIMAL)
+    yield "read", f"{size} {unit} a token: every weight once, nothing else"
     yield "columns", "weights resident after a token; peak of device memory;"
-    yield "", f"ms/token: median ± standard deviation of {report.num_timed} tokens; link a token"
+    yield "", f"ms/token: median ± standard deviation of {report.num_timed} tokens; link a token;"
+    yield "", "GB/s over that median, % of the ceiling above"
     num_untimed = report.new_tokens - report.num_timed // report.rounds
     yield "not timed", f"loading, prefill, a run that hashes logits, {num_untimed} first tokens a round"
 
@@ -117,15 +125,29 @@ def _columns(report: BenchReport) -> list[_Column]:
         _Column("weights", tuple(str(row.weights_resident_end) for row in rows)),
         _sizes("peak", [row.peak_device_bytes for row in rows], _BINARY),
         _Column("ms/token", tuple(f"{time} ±{spread}" for time, spread in zip(times, spreads, strict=True))),
+        _Column("read\nGB/s", tuple(_fixed([row.read_gb_per_s for row in rows], digits=3))),
+        _Column("read\n%", tuple(_percent([row.read_share for row in rows]))),
         _sizes("link", [row.h2d_bytes_per_token for row in rows], _DECIMAL),
         _Column("link\nGB/s", tuple(_fixed([row.h2d_gb_per_s or None for row in rows], digits=3))),
     ]
     if report.link_gb_per_s is not None:
-        shares = [None if row.link_share is None else 100 * row.link_share for row in rows]
-        columns.append(_Column("link\n%", tuple(_fixed(shares, digits=3))))
-    columns.append(_Column("logits\nsha256", tuple(row.logits_sha256[:_HASH_DIGITS] for row in rows), False))
-    columns.append(_Column("first\nids", tuple(" ".join(map(str, row.ids)) for row in rows), False))
+        columns.append(_Column("link\n%", tuple(_percent([row.link_share for row in rows]))))
+    columns.append(_Column(_LOGITS, tuple(row.logits_sha256[:_HASH_DIGITS] for row in rows), False))
+    columns.append(_Column(_IDS, tuple(" ".join(map(str, row.ids)) for row in rows), False))
     return columns
+
+
+def _without_shared(columns: list[_Column]) -> tuple[list[_Column], list[tuple[str, str]]]:
+    """Where 80 columns have no room, ids and digests that every row shares leave the table and are said once above."""
+    facts: list[tuple[str, str]] = []
+    for head in (_IDS, _LOGITS):
+        column = next(one for one in columns if one.head == head)
+        if len(set(column.cells)) == 1 and _least_width(columns, 1) > _WIDTH:
+            columns = [one for one in columns if one is not column]
+            name = head.replace("\n", " ")
+            (cell, *_) = _cut_ids(column, _WIDTH - _LABEL_WIDTH - len(name) - 2).cells
+            facts.append(("" if facts else "every row", f"{name}: {cell}"))
+    return columns, facts
 
 
 def _windows(rows: Sequence[BenchRow]) -> list[BenchRow]:
@@ -139,8 +161,17 @@ def _varies(windows: Sequence[BenchRow], get: Callable[[BenchRow], object]) -> b
 
 def _sizes(name: str, sizes_bytes: Sequence[int], units: Sequence[tuple[str, int]]) -> _Column:
     """Byte counts in one unit, the largest that the largest of them fills."""
+    unit, cells = _in_one_unit(sizes_bytes, units)
+    return _Column(f"{name}\n{unit}", tuple(cells))
+
+
+def _in_one_unit(sizes_bytes: Sequence[int], units: Sequence[tuple[str, int]]) -> tuple[str, list[str]]:
     unit, num_bytes = next((one for one in units if max(sizes_bytes) >= one[1]), units[-1])
-    return _Column(f"{name}\n{unit}", tuple(_fixed([size / num_bytes for size in sizes_bytes], digits=4)))
+    return unit, _fixed([size / num_bytes for size in sizes_bytes], digits=4)
+
+
+def _percent(shares: Sequence[float | None]) -> list[str]:
+    return _fixed([None if share is None else 100 * share for share in shares], digits=3)
 
 
 def _fixed(values: Sequence[float | None], digits: int, least_decimals: int = 0) -> list[str]:
@@ -157,6 +188,11 @@ def _rate(gb_per_s: float) -> str:
 
 def _total_width(columns: Sequence[_Column], gap: int) -> int:
     return sum(column.width for column in columns) + gap * (len(columns) - 1)
+
+
+def _least_width(columns: Sequence[_Column], gap: int) -> int:
+    """With one id, where ids are among the columns."""
+    return _total_width([_cut_ids(one, 0) if one.head == _IDS else one for one in columns], gap)
 
 
 def _cut_ids(ids: _Column, width: int) -> _Column:

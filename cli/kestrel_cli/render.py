@@ -144,7 +144,7 @@ class Screen:
         if median:
             facts.append(("per token", f"{median:.2f} ms (median), {1000 / median:.1f} tok/s"))
         facts += [
-            ("read", f"{format_size(run.bytes_read_per_token)} a token{_read_rate(run)}"),
+            ("read", f"{format_size(run.bytes_read_per_token)} of weights a token{_read_rate(load, run)}"),
             ("resident", f"{residency.weights_resident_end} of {load.num_weights} weights, "
                          f"{residency.layers_resident_end} of {load.num_layers} layers; at most "
                          f"{residency.peak_layers} layers and {format_size(residency.peak_device_bytes)} at once"),
@@ -196,11 +196,12 @@ def is_fancy(stream: TextIO, variables: Mapping[str, str]) -> bool:
     return stream.isatty() and not dumb and not variables.get("NO_COLOR")
 
 
-def _read_rate(run: RunReport) -> str:
+def _read_rate(load: LoadReport, run: RunReport) -> str:
     if run.read_gb_per_s is None:
         return ""
     rate = f", {run.read_gb_per_s:.3g} GB/s"
-    if run.device_read_gb_per_s is None:
-        return rate
-    share = 100 * run.read_gb_per_s / run.device_read_gb_per_s
-    return f"{rate}, {share:.0f} % of the card's {run.device_read_gb_per_s:.4g} GB/s"
+    if run.read_share is not None:
+        return f"{rate}, {100 * run.read_share:.0f} % of the card's {run.device_read_gb_per_s:.4g} GB/s"
+    if load.backend == "cuda":
+        return f"{rate}; the card's read rate was not measured (--vram, or under 2 GiB free)"
+    return rate

@@ -35,6 +35,10 @@ def run_result(load: LoadReport, run: RunReport, settings: Settings, heard: Hear
         "settings": settings.as_json(),
         "residency": asdict(run.residency),
         "timing": asdict(run.timing),
+        "bytes_read_per_token": run.bytes_read_per_token,
+        "read_gb_per_s": run.read_gb_per_s,
+        "device_read_gb_per_s": run.device_read_gb_per_s,
+        "read_share": run.read_share,
         "logits_sha256": run.logits_sha256,
         **heard.as_json(),
     }

@@ -34,6 +34,8 @@ class FakeEngine:
     fail_at_step: int | None = None
     failure: BaseException | None = None
     max_positions: int = 4096
+    backend: str = "cpu"
+    device_read_gb_per_s: float | None = 3.0
     notes: tuple[str, ...] = ("no GPU here",)
     calls: dict[str, Any] = field(default_factory=dict)
     closed: bool = False
@@ -70,7 +72,7 @@ class FakeEngine:
             on_progress("quantizing", 1, 2)
         keep = self.config.keep or 0
         return LoadReport(
-            backend="cpu", device="test device", model=str(self.config.model), num_layers=4, num_weights=29,
+            backend=self.backend, device="test device", model=str(self.config.model), num_layers=4, num_weights=29,
             quant={"layers": "q8_0"}, dtypes={"bf16": 30}, tied=True, eos_ids=(END_ID,), template_source="test",
             keep=keep, ctx=ctx, prefill_chunk=64, embeddings_on="device", planned_device_bytes=1 << 20, load_ms=12.5,
             notes=self.notes, warnings=("a stray file", "scales rounded to zero: 3"),
@@ -134,7 +136,7 @@ class FakeGeneration:
             timing=TimingReport(12.5, 3.0, 4.0, times, float(np.median(times[1:])) if times[1:] else None),
             bytes_read_per_token=1 << 19,
             read_gb_per_s=1.5,
-            device_read_gb_per_s=3.0,
+            device_read_gb_per_s=self._engine.device_read_gb_per_s,
             logits_sha256=None if self._logits == "none" else hashlib.sha256(b"logits").hexdigest(),
             warnings=("a late warning",),
         )  # fmt: skip

@@ -215,6 +215,9 @@ class TestOutput:
         assert result["settings"]["keep"] == {"value": "off", "source": "flag"}
         assert [list(row) for row in result["rows"]] == [[one.name for one in fields(BenchRow)]] * 2
         assert (result["rows"][0]["keep"], result["rows"][0]["link_share"]) == ("off", None)
+        assert [result["rows"][0][key] for key in ("bytes_read_per_token", "read_gb_per_s", "read_share")] == [
+            *(1_827_979_264, 2566.3, 0.5716),
+        ]
         assert (result["rows"][1]["keep"], result["rows"][1]["ids"]) == (1, list(ONE.ids))
 
     @pytest.mark.parametrize(

@@ -18,15 +18,17 @@ def test_a_sweep() -> None:
         "sizes        prompt 16 tokens, answer 24 tokens, rounds 5\n"
         "window       policy past-only, evict pool, prefetch 2\n"
         "ceilings     link 55.1 GB/s, device memory 4490 GB/s\n"
+        "read         1.828 GB a token: every weight once, nothing else\n"
         "columns      weights resident after a token; peak of device memory;\n"
-        "             ms/token: median ± standard deviation of 105 tokens; link a token\n"
+        "             ms/token: median ± standard deviation of 105 tokens; link a token;\n"
+        "             GB/s over that median, % of the ceiling above\n"
         "not timed    loading, prefill, a run that hashes logits, 3 first tokens a round\n"
         "\n"
-        "                peak                link  link  link  logits  first\n"
-        "keep  weights    GiB     ms/token     GB  GB/s     %  sha256  ids\n"
-        "----- -------- ------ ------------ ------ ----- ----- ------- ------------------\n"
-        " off      197  2.701   0.71 ±0.00      0     -     -  c0ffee  151643 9707 11 198\n"
-        "   1        8  0.652  26.31 ±0.04  1.440  54.7  99.3  c0ffee  151643 9707 11 198\n"
+        "                peak               read  read   link  link  link  logits  first\n"
+        "keep  weights    GiB     ms/token  GB/s     %     GB  GB/s     %  sha256  ids\n"
+        "----- -------- ------ ------------ ----- ----- ------ ----- ----- ------- ------\n"
+        " off      197  2.701   0.71 ±0.00  2566  57.2      0     -     -  c0ffee  151643\n"
+        "   1        8  0.652  26.31 ±0.04    69   1.5  1.440  54.7  99.3  c0ffee  151643\n"
         "\n"
         "ids and logits of 2 windows: equal to the bit\n"
     )
@@ -64,17 +66,38 @@ def test_everything_resident_is_no_window() -> None:
 
 
 def test_a_backend_without_a_link() -> None:
-    rows = (OFF, replace(ONE, link_share=None))
+    rows = (replace(OFF, read_share=None), replace(ONE, read_share=None, link_share=None))
     text = bench_text(
         replace(REPORT, backend="cpu", link_gb_per_s=None, device_read_gb_per_s=None, rows=rows), fancy=False
     )
-    assert "ceilings     no link: copies stay in host memory\n" in text
-    assert "%" not in text
+    assert "ceilings     no link: copies stay in host memory; read rate not measured\n" in text
+    heads, _, off, one = text.splitlines()[-6:-2]
+    assert heads.split() == ["keep", "weights", "GiB", "ms/token", "GB/s", "%", "GB", "GB/s", "sha256", "ids"]
+    assert off.split()[5:9] == ["2566", "-", "0", "-"]
+    assert one.split()[5:9] == ["69", "-", "1.440", "54.7"]
 
 
 def test_a_read_rate_that_was_not_measured() -> None:
-    text = bench_text(replace(REPORT, device_read_gb_per_s=None), fancy=False)
-    assert "ceilings     link 55.1 GB/s, read rate not measured under --vram\n" in text
+    rows = (replace(OFF, read_share=None), replace(ONE, read_share=None))
+    text = bench_text(replace(REPORT, device_read_gb_per_s=None, rows=rows), fancy=False)
+    assert "ceilings     link 55.1 GB/s, read rate not measured (--vram, or under 2 GiB free)\n" in text
+    assert [line.split()[6] for line in text.splitlines()[-4:-2]] == ["-", "-"]
+
+
+def test_what_has_no_room_and_is_the_same_in_every_row_is_said_once() -> None:
+    lines = bench_text(replace(REPORT, rows=(OFF, ONE, FREED)), fancy=False).splitlines()
+    said = lines.index("every row    first ids: 151643 9707 11 198 220 16")
+    assert lines[said + 1] == "             logits sha256: c0ffee"
+    assert not any(line.startswith("every row") for line in bench_text(REPORT, fancy=False).splitlines())
+
+
+def test_what_differs_stays_in_the_table() -> None:
+    rows = (OFF, ONE, replace(FREED, ids=(1, 2, 3), logits_sha256="dead123456"))
+    text = bench_text(replace(REPORT, rows=rows, all_equal=False), fancy=False)
+    assert "every row" not in text
+    *_, last, _, verdict = text.splitlines()
+    assert last.split()[-2:] == ["dead12", "1"]
+    assert verdict == "ids and logits of 3 windows: NOT EQUAL"
 
 
 def test_one_window_has_rounds_to_compare() -> None:

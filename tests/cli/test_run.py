@@ -20,6 +20,7 @@ IDS = [10, 11, 12, 99]
 JSON_KEYS = {
     *("version", "model", "backend", "device", "prompt_ids", "n_prompt", "ids", "text", "stop_reason", "eos_ids"),
     *("template_source", "tied", "dtypes", "quant", "keep", "settings", "residency", "timing", "logits_sha256"),
+    *("bytes_read_per_token", "read_gb_per_s", "device_read_gb_per_s", "read_share"),
     *("notes", "warnings"),
 }
 RESIDENCY_KEYS = {
@@ -52,7 +53,7 @@ def test_everything_else_is_on_standard_error(kestrel: CommandLine) -> None:
         '"Hello"',
         "(end)",
         "3.50 ms (median), 285.7 tok/s",
-        "512.00 KiB a token, 1.5 GB/s, 50 % of the card's 3 GB/s",
+        "512.00 KiB of weights a token, 1.5 GB/s, 50 % of the card's 3 GB/s",
         "29 of 29 weights, 4 of 4 layers; at most 4 layers and 1.00 MiB at once",
         "0 layers, 0 B a token",
     ):
@@ -62,6 +63,17 @@ def test_everything_else_is_on_standard_error(kestrel: CommandLine) -> None:
     assert "TOKIDS" not in err
     assert "\x1b" not in err
     assert BUILT_IN_QUESTION not in err
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [("cpu", ""), ("cuda", "; the card's read rate was not measured (--vram, or under 2 GiB free)")],
+)
+def test_a_read_rate_that_was_not_measured(kestrel: CommandLine, backend: str, why: str) -> None:
+    words = " ".join(kestrel("run", "hi", backend=backend, device_read_gb_per_s=None).err.split())
+    assert f"read 512.00 KiB of weights a token, 1.5 GB/s{why} resident" in words
+    read = kestrel("run", "hi", "--json", backend=backend, device_read_gb_per_s=None).json
+    assert (read["read_gb_per_s"], read["device_read_gb_per_s"], read["read_share"]) == (1.5, None, None)
 
 
 def test_quiet_leaves_standard_error_empty(kestrel: CommandLine) -> None:
@@ -104,6 +116,8 @@ def test_json_is_one_object_with_every_key(kestrel: CommandLine) -> None:
     assert ran.json["text"] == TEXT
     assert ran.json["stop_reason"] == "length"
     assert len(ran.json["logits_sha256"]) == 64
+    assert (ran.json["bytes_read_per_token"], ran.json["read_gb_per_s"]) == (1 << 19, 1.5)
+    assert (ran.json["device_read_gb_per_s"], ran.json["read_share"]) == (3.0, 0.5)
     assert ran.json["warnings"] == ["a stray file", "scales rounded to zero: 3", "a late warning"]
     assert ran.engine is not None
     assert ran.engine.calls["generate"][3] == "hash"

@@ -20,6 +20,10 @@ EMBEDDED = Path(kestrel_cuda.__file__).parent / "data" / "tiny-random"
 L = 12
 LAYER_WEIGHTS = 64 * (128 + 64 + 64) + 128 * 64 + 64 * (192 + 192) + 192 * 64
 LAYER_BYTES = {Quant.Q8_0: LAYER_WEIGHTS * 34 // 32, Quant.Q4_0: LAYER_WEIGHTS * 18 // 32}
+HEAD_WEIGHTS = 656 * 64
+HEAD_BYTES = {Quant.Q8_0: HEAD_WEIGHTS * 34 // 32, Quant.Q4_0: HEAD_WEIGHTS * 18 // 32}
+FILL_BYTES = 256
+"""At most: codes and scales of lm_head start and end at multiples of 256 bytes."""
 ALL_POLICIES, BOTH_EVICTS = list(Policy), list(Evict)
 
 Measure = Callable[..., BenchReport]
@@ -73,6 +77,8 @@ class TestRows:
             uploads = L if row.policy == "both-sides" else L - row.keep
             assert row.h2d_bytes_per_token == uploads * LAYER_BYTES[quant], row
             assert row.weights_resident_end == 7 * row.keep + 1, row
+        (read_bytes,) = {row.bytes_read_per_token for row in report.rows}
+        assert 0 <= read_bytes - (L * LAYER_BYTES[quant] + HEAD_BYTES[quant]) < FILL_BYTES
         assert report.all_equal
         assert len({(row.ids, row.ids_hash, row.logits_sha256) for row in report.rows}) == 1
         assert len(off.ids) == report.new_tokens
@@ -100,8 +106,18 @@ class TestRows:
         (row,) = report.rows
         assert row.ms_per_token_median > 0
         assert row.h2d_gb_per_s == pytest.approx(row.h2d_bytes_per_token / row.ms_per_token_median / 1e6)
+        assert row.read_gb_per_s == pytest.approx(row.bytes_read_per_token / row.ms_per_token_median / 1e6)
+        if report.device_read_gb_per_s is not None:
+            assert row.read_share == pytest.approx(row.read_gb_per_s / report.device_read_gb_per_s)
+        assert (row.read_share is None) is (backend_name == "cpu")
         if report.link_gb_per_s is not None:
             assert row.link_share == pytest.approx(row.h2d_gb_per_s / report.link_gb_per_s)
+
+    def test_a_bound_leaves_the_read_share_out(self, measure: Measure) -> None:
+        report = measure((1,), rounds=1, vram_bytes=8 << 30)
+        assert report.device_read_gb_per_s is None
+        assert [row.read_share for row in report.rows] == [None]
+        assert report.rows[0].read_gb_per_s > 0
 
     def test_progress_ends_at_all_runs(self, measure: Measure) -> None:
         seen: list[tuple[str, int, int]] = []

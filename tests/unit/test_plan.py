@@ -102,6 +102,15 @@ def test_weight_rows_are_bits_times_weights(quant: str, bits: float) -> None:
     assert row(made, "lm_head") == pytest.approx(TEXT.vocab_size * 2048 * bits / 8, rel=1e-4)
 
 
+@pytest.mark.parametrize(("quant", "bits"), [("q8_0", 8.5), ("q4_0", 4.5), ("g256", 8.0625), ("none", 16)])
+def test_nothing_fills_up_a_released_shape(quant: str, bits: float) -> None:
+    """So the bytes that a token reads are bits times weights exactly."""
+    model = ModelConfig("", TEXT, True, None, None, None)
+    weights = plan_weights(model, Quant(quant), lambda key: Element.BF16)
+    num_weights = L * (2048 * (2048 + 1024 + 1024 + 2048) + 3 * 2048 * 6144) + TEXT.vocab_size * 2048
+    assert sum(layout.num_bytes for layout in weights.layouts) == num_weights * bits / 8
+
+
 @pytest.mark.parametrize(("kv", "item_bytes"), [(None, 2), (KvDtype.F16, 2), (KvDtype.F32, 4)])
 def test_cache_rows(kv: KvDtype | None, item_bytes: int) -> None:
     made = plan(ctx=5000, kv=kv)
