@@ -182,8 +182,11 @@ class Generation:
 
     def submit_token(self, num_slots: int, *, capture_layers: bool = False) -> None:
         """Submit one token: the row at the position through every layer, its logits, and the choice of the next id."""
-        self._model.forward(self.state, 1, num_slots, capture_layers=capture_layers)
-        self._model.logits(self._model.h_mk, 1)
+        if self._store.is_static:
+            self._model.token(self.state, num_slots)
+        else:
+            self._model.forward(self.state, 1, num_slots, capture_layers=capture_layers)
+            self._model.logits(self._model.h_mk, 1)
         self._backend.choose(self._model.logits_mv[0], self._num_ids, self.state, 1)
 
     def _read_chosen(self) -> int:

@@ -1,7 +1,7 @@
-"""Where a token's time goes: each kind of step alone, over all layers, captured in one graph and replayed.
+"""Where a token's time goes: the token as it is decoded, the same in one launch a stretch, and each kind of step alone.
 
-A step's time alone is not its share of a token (neighbours overlap), but the sum over the whole token tells how much
-overlap there is. Prints one JSON object a context length.
+Each is captured in one graph and replayed. A step's time alone is not its share of a token (neighbours overlap), but the
+sum over the whole token tells how much overlap there is. Prints one JSON object a context length.
 
     PYTHONPATH=. python scripts/profile_decode.py CHECKPOINT [--quant q8_0] [--depths 64,512,8192]
 """
@@ -47,6 +47,7 @@ def only(backend: CudaBackend, kept: tuple[str, ...]) -> dict[str, object]:
 
 def profile(engine: Engine, backend: CudaBackend, depth: int) -> dict[str, object]:
     """Microseconds of a whole token and of each kind of step with `depth` slots filled."""
+    assert engine._model is not None
     generation = engine.generate([1], 1)
     start = np.full(1, depth - 1, np.int32)
 
@@ -59,12 +60,17 @@ def profile(engine: Engine, backend: CudaBackend, depth: int) -> dict[str, objec
 
     backend.write(generation.state.position, start)
     result: dict[str, object] = {"depth": depth, "token_us": time_us(backend, submit_in_place)}
+    engine._model.forget_captures()
+    whole_token, backend.whole_token = backend.whole_token, lambda _: None  # type: ignore[method-assign,assignment]
+    result["token_in_stretches_us"] = time_us(backend, submit_in_place)
     for step in STEPS:
         saved = only(backend, (step,))
         result[f"{step}_us"] = time_us(backend, submit)
         for name, method in saved.items():
             setattr(backend, name, method)
         backend.write(generation.state.position, start)
+    backend.whole_token = whole_token  # type: ignore[method-assign]
+    engine._model.forget_captures()
     return result
 
 

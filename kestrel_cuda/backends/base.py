@@ -135,6 +135,42 @@ class HeadShape:
         return self.num_heads // self.num_kv_heads
 
 
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer's weights, norms and cache. `qkv` and `gate_up` are fused."""
+
+    qkv: DeviceWeight
+    o: DeviceWeight
+    gate_up: DeviceWeight
+    down: DeviceWeight
+    input_norm_k: Array
+    post_norm_k: Array
+    q_norm_d: Array
+    k_norm_d: Array
+    kv: KvLayer
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Everything between an embedded row, `h_mk[0]`, and its logits, `logits_mv[0]`."""
+
+    layers: tuple[DecoderLayer, ...]
+    lm_head: DeviceWeight
+    final_norm_k: Array
+    heads: HeadShape
+    h_mk: Array
+    logits_mv: Array
+
+
+class WholeToken(Protocol):
+    """Takes one embedded row through every layer to its logits in one submission."""
+
+    def __call__(self, state: SequenceState) -> None: ...
+
+    def close(self) -> None:
+        """Give back its memory; nothing captured with it may be replayed again."""
+
+
 class Packer(Protocol):
     """Turns source matrices into packed ones, with scratch memory of its own until closed."""
 
@@ -294,6 +330,12 @@ class Backend(Protocol):
         num_rows: int,
         num_slots: int,
     ) -> None: ...
+
+    def whole_token(self, decoder: Decoder) -> WholeToken | None:
+        """A whole token with the bits of the steps one by one; None where this backend has none for such weights.
+
+        `decoder` must stay where it is.
+        """
 
     def choose(self, logits_v: Array, num_ids: int, state: SequenceState, num_rows: int) -> None:
         """The best of the first `num_ids` logits, lowest id first among equals, goes to the state (-1 in `chosen` when

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kestrel_cuda.backends.base import Activation, Array, DeviceWeight, HeadShape, KvLayer, SequenceState
+from kestrel_cuda.backends.base import (
+    Activation,
+    Array,
+    Decoder,
+    DeviceWeight,
+    HeadShape,
+    KvLayer,
+    SequenceState,
+    WholeToken,
+)
 
 
 class ComposedSteps:
@@ -63,3 +72,7 @@ class ComposedSteps:
         """`rope_store`, then `attend`, by way of `q_mhd`."""
         self.rope_store(qkv_mn, q_norm_d, k_norm_d, heads, state, kv, q_mhd, num_rows)
         self.attend(q_mhd, kv, heads, state, out, num_rows, num_slots)
+
+    def whole_token(self, decoder: Decoder) -> WholeToken | None:
+        """None: a token is its layers' stretches, one after the other."""
+        return None

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kestrel_cuda.backends.base import Activation, DeviceWeight, SequenceState, new_activation
-from kestrel_cuda.backends.cuda_attention import AttentionSteps
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
+from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry
 
@@ -30,7 +30,7 @@ _TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.flo
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
 
 
-class CudaBackend(DecodeSteps, AttentionSteps):
+class CudaBackend(DecodeSteps, TokenSteps):
     """One GPU. Raises DeviceError when it is missing, too old, or the driver cannot be used."""
 
     def __init__(self, device: int = 0, *, cubin_dir: Path | None = None) -> None:

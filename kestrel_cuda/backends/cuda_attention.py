@@ -24,6 +24,7 @@ MAX_QUERIES_PER_KV = 16
 SPLIT_SLOTS = 256
 SUBTILE_SLOTS = 64
 SPLIT_MAX_ROWS = 8
+FEW_THREADS = 512
 FLOAT_TILE_ROWS = 32
 HALF_TILE_ROWS, HALF_TILE_THREADS, HALF_TILE_STAGES = 64, 128, 3
 
@@ -113,8 +114,9 @@ class AttentionSteps(CudaDevice, ComposedSteps):
             num_splits = -(-num_slots // SPLIT_SLOTS)
             shared_bytes = 16 * group * d if halves else 4 * (group * (d + SPLIT_SLOTS) + 512)
             kernel = self.kernels[f"attend_split_{suffix}"]
+            block = (FEW_THREADS if halves else 256,)
             kernel(
-                (num_splits, heads.num_kv_heads, num_rows), (256,), shared_bytes=shared_bytes, max_mhs=scratch.max_mhs,
+                (num_splits, heads.num_kv_heads, num_rows), block, shared_bytes=shared_bytes, max_mhs=scratch.max_mhs,
                 sum_mhs=scratch.sum_mhs, out_mhsd=scratch.out_mhsd, **common,
             )  # fmt: skip
             self.kernels["attend_merge"](
@@ -153,7 +155,7 @@ class AttentionSteps(CudaDevice, ComposedSteps):
         scratch = self.attention_scratch
         num_splits = -(-num_slots // SPLIT_SLOTS)
         self.kernels[f"attend_row_f16_{d}"](
-            (num_splits, heads.num_kv_heads), (256,), shared_bytes=16 * group * d, dependent=True, qkv_n=qkv_mn,
+            (num_splits, heads.num_kv_heads), (FEW_THREADS,), shared_bytes=16 * group * d, dependent=True, qkv_n=qkv_mn,
             q_norm_d=q_norm_d, k_norm_d=k_norm_d, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position,
             k_hsd=kv.k_hsd.view(np.uint16), v_hsd=kv.v_hsd.view(np.uint16), max_hs=scratch.max_mhs,
             sum_hs=scratch.sum_mhs, out_hsd=scratch.out_mhsd, arrived_h=scratch.arrived_h,

@@ -98,13 +98,13 @@ __device__ inline void score_tile(float (&dots)[4], const u32 (&q)[Shape<kHeadDi
     }
 }
 
-// Add the weighted values of 16 slots for half of a head's channels, and the weights themselves to `sums`. `values` are
-// this lane's channels of slots 2j, 2j + 1, 2j + 8, 2j + 9; weights the fragment of 16 rows by 16 slots.
-template <int kHeadDim>
-__device__ inline void add_values(float (&out)[Shape<kHeadDim>::kValueHalves][4], float (&sums)[4], const u32 (&weights)[4],
-                                  const Run<Shape<kHeadDim>::kValueHalves> (&values)[4]) {
+// Add the weighted values of 16 slots for 8 * kHalves channels, and the weights themselves to `sums`. `values` are this
+// lane's channels of slots 2j, 2j + 1, 2j + 8, 2j + 9; weights the fragment of 16 rows by 16 slots.
+template <int kHalves>
+__device__ inline void add_values(float (&out)[kHalves][4], float (&sums)[4], const u32 (&weights)[4],
+                                  const Run<kHalves> (&values)[4]) {
 #pragma unroll
-    for (int t = 0; t < Shape<kHeadDim>::kValueHalves; ++t)
+    for (int t = 0; t < kHalves; ++t)
         mma_m16n8k16(out[t], weights, pair_halves(values[0].words[t / 2], values[1].words[t / 2], t % 2),
                      pair_halves(values[2].words[t / 2], values[3].words[t / 2], t % 2));
     mma_m16n8k16(sums, weights, kHalfOnes, kHalfOnes);

@@ -108,15 +108,18 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// Quantize the 32 values of one activation group, one a lane: s = amax / 127, code = rint(x * (1 / s)).
+// The code of this lane's value in an activation group of 32, one a lane: s = amax / 127, code = rint(x * (1 / s)).
 // A NaN or an infinity ends up in the scale, so it reaches the logits instead of becoming a plausible code.
-__device__ inline void quantize_group(float x, i8* codes, float* scale) {
+__device__ inline int quantize_in_group(float x, float& scale) {
     const u32 amax_bits = __reduce_max_sync(0xffffffffu, __float_as_uint(x) & 0x7fffffffu);
-    float s = div_rn(__uint_as_float(amax_bits), 127.0f);
-    if (s < kSmallestScale) s = 0.0f;
-    int code = 0;
-    if (s != 0.0f) code = max(-127, min(127, __float2int_rn(mul_rn(x, div_rn(1.0f, s)))));
-    codes[threadIdx.x % kWarp] = (i8)code;
+    scale = div_rn(__uint_as_float(amax_bits), 127.0f);
+    if (scale < kSmallestScale) scale = 0.0f;
+    return scale != 0.0f ? max(-127, min(127, __float2int_rn(mul_rn(x, div_rn(1.0f, scale))))) : 0;
+}
+
+__device__ inline void quantize_group(float x, i8* codes, float* scale) {
+    float s;
+    codes[threadIdx.x % kWarp] = (i8)quantize_in_group(x, s);
     if (threadIdx.x % kWarp == 0) *scale = s;
 }
 

@@ -37,6 +37,7 @@ _POINTEES = {
     "u8": np.dtype(np.uint8),
     "u16": np.dtype(np.uint16),
     "u32": np.dtype(np.uint32),
+    "u64": np.dtype(np.uint64),
     "int": np.dtype(np.int32),
     "float": np.dtype(np.float32),
 }
@@ -137,8 +138,8 @@ def compile_cubin(name: str, arch: int) -> tuple[bytes, str]:
 
 
 @cache
-def dependent_launches_work() -> bool:
-    """Whether cuda-bindings is there to ask for them; a kernel that waits for nothing loses nothing else."""
+def driver_bindings_work() -> bool:
+    """Whether cuda-bindings is there: for early launches and descriptions of matrices, which CuPy does not pass on."""
     try:
         from cuda.bindings import driver  # noqa: F401
     except ImportError:
@@ -158,7 +159,8 @@ class Kernel:
         self._raw_kernel = raw_kernel
         self._launch = raw_kernel.kernel
         self._stream = stream
-        self._allowed_shared_bytes = UNASKED_SHARED_BYTES - int(raw_kernel.shared_size_bytes)
+        self.static_shared_bytes = int(raw_kernel.shared_size_bytes)
+        self._allowed_shared_bytes = UNASKED_SHARED_BYTES - self.static_shared_bytes
 
     def __call__(
         self,
@@ -186,7 +188,7 @@ class Kernel:
             raise InternalError(f"{self.signature.name} takes no {', '.join(arguments)}")
         if shared_bytes > self._allowed_shared_bytes:
             self._raw_kernel.max_dynamic_shared_size_bytes = self._allowed_shared_bytes = shared_bytes
-        if dependent and dependent_launches_work():
+        if dependent and driver_bindings_work():
             self._launch_dependent(grid, block, packed, shared_bytes)
         else:
             self._launch(grid, block, tuple(packed), shared_bytes, self._stream)

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Array, Backend, HeadShape, SequenceState, Slab
+from kestrel_cuda.backends.base import (
+    Array,
+    Backend,
+    Decoder,
+    DecoderLayer,
+    DeviceWeight,
+    HeadShape,
+    SequenceState,
+    Slab,
+    WholeToken,
+)
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.weights import DecoderWeights
@@ -102,6 +112,8 @@ class TextModel:
         self._gate_up = backend.zeros((max_rows, weights.gate_up.width), np.float32)
         self._mlp = backend.activation(max_rows, text.intermediate_size, quantized)
         self._captured: dict[tuple[int, int, int, int], tuple[Slab, Callable[[], None]]] = {}
+        self._whole_token: WholeToken | None = None
+        self._asked_for_whole_token = False
         self._final = backend.activation(LOGIT_ROWS, text.hidden_size, quantized)
         self.logits_mv = backend.zeros((LOGIT_ROWS, round_up(text.vocab_size, 4)), np.float32)
         backend.reserve_attention(self._heads, max_rows, cache.ctx)
@@ -132,6 +144,48 @@ class TextModel:
                 self._submit_layer(layer, slab, state, num_rows, num_slots)
             if observe:
                 observe(f"layer {layer}", backend.to_host(h[:num_rows]))
+
+    def token(self, state: SequenceState, num_slots: int) -> None:
+        """One row from its id to its logits, every weight resident to stay: in one launch where the backend has it."""
+        slabs = [self._store.layer(layer) for layer in range(self._text.num_layers)]
+        lm_head = self._store.lm_head()
+        if not self._asked_for_whole_token:
+            self._asked_for_whole_token = True
+            decoder = self._decoder(slabs, lm_head)
+            self._whole_token = self._backend.whole_token(decoder) if decoder is not None else None
+        self._backend.embed(self._fixed.embedding, state, self.h_mk, 1)
+        if self._whole_token is not None:
+            self._whole_token(state)
+            return
+        for layer, slab in enumerate(slabs):
+            self._submit_layer(layer, slab, state, 1, num_slots)
+        self._submit_logits(lm_head, self.h_mk, 1)
+
+    def _decoder(self, slabs: list[Slab], lm_head: DeviceWeight) -> Decoder | None:
+        if len(self._qkv_output.parts) > 1 or len(self._gate_up_output.parts) > 1:
+            return None
+        layers = tuple(
+            DecoderLayer(
+                qkv=slab.weights[Projection.QKV],
+                o=slab.weights[Projection.O],
+                gate_up=slab.weights[Projection.GATE_UP],
+                down=slab.weights[Projection.DOWN],
+                input_norm_k=norms.input_k,
+                post_norm_k=norms.post_attention_k,
+                q_norm_d=norms.q_d,
+                k_norm_d=norms.k_d,
+                kv=kv,
+            )
+            for slab, norms, kv in zip(slabs, self._fixed.layers, self._cache.layers, strict=True)
+        )
+        return Decoder(
+            layers=layers,
+            lm_head=lm_head,
+            final_norm_k=self._fixed.final_k,
+            heads=self._heads,
+            h_mk=self.h_mk,
+            logits_mv=self.logits_mv,
+        )
 
     def _submit_layer(self, layer: int, slab: Slab, state: SequenceState, num_rows: int, num_slots: int) -> None:
         backend, h, weights, eps = self._backend, self.h_mk, slab.weights, self._text.rms_norm_eps
@@ -175,8 +229,14 @@ class TextModel:
     def forget_captures(self) -> None:
         """Drop every captured layer; to be called when the slabs they read are gone."""
         self._captured.clear()
+        if self._whole_token is not None:
+            self._whole_token.close()
+        self._whole_token, self._asked_for_whole_token = None, False
 
     def logits(self, rows_mk: Any, num_rows: int) -> None:
         """Logits of up to LOGIT_ROWS residual rows, into the first rows of `logits_mv`."""
+        self._submit_logits(self._store.lm_head(), rows_mk, num_rows)
+
+    def _submit_logits(self, lm_head: DeviceWeight, rows_mk: Any, num_rows: int) -> None:
         self._backend.norm(rows_mk, self._fixed.final_k, self._text.rms_norm_eps, self._final, num_rows)
-        self._backend.linear(self._final, self._store.lm_head(), self.logits_mv, num_rows)
+        self._backend.linear(self._final, lm_head, self.logits_mv, num_rows)

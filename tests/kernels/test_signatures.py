@@ -5,14 +5,25 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import Activation, DeviceWeight, HeadShape, KvLayer, SequenceState, Slab, SourceMatrix
+from kestrel_cuda.backends.base import (
+    Activation,
+    Decoder,
+    DecoderLayer,
+    DeviceWeight,
+    HeadShape,
+    KvLayer,
+    SequenceState,
+    Slab,
+    SourceMatrix,
+)
 from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.kernels import library
@@ -22,6 +33,9 @@ from kestrel_cuda.weight_keys import LM_HEAD
 
 # What sm_86, sm_89 and sm_120 give one block.
 LEAST_SHARED_BYTES = 99 << 10
+COPYING_SHARED_BYTES = 227 << 10
+"""What sm_90 and sm_100 give one block: the cards that a whole token runs on."""
+
 PLAIN_SHARED_BYTES = 48 << 10
 """What a kernel gets without asking, its static arrays counted in."""
 
@@ -113,6 +127,8 @@ def static_shared_bytes(kernel: str) -> int:
     """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
     if found := re.fullmatch(r"attend_(?:split|row)_f16_(\d+)", kernel):
         return struct_bytes("attention_few", "FewRows", int(found[1])) + (16 if "row" in kernel else 0)
+    if kernel.startswith("decode_token_"):
+        return 1 << 10  # about
     if kernel.startswith("norm_"):
         return constants("decode")["kNormThreads"] // constants("decode")["kWarp"] * 4
     return 0
@@ -313,6 +329,15 @@ class TestSizes:
             ("cuda.TILE_STAGES", "gemm", "kMaxStages"),
             ("cuda.PIECE_INPUTS", "gemm", "kPiece"),
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
+            ("cuda_attention.FEW_THREADS", "attention_few", "kFewThreads"),
+            ("cuda_token.THREADS", "token", "kThreads"),
+            ("cuda_token.THREADS", "token", "kFewThreads"),
+            ("cuda_token.WARPS", "token", "kWarps"),
+            ("cuda_token.COLUMNS", "token", "kColumns"),
+            ("cuda_token.PIECE_INPUTS", "token", "kPiece"),
+            ("cuda_token.PIECE_GROUPS", "token", "kGroupsPerPiece"),
+            ("cuda_token.MMA_ROWS", "token", "kMmaRows"),
+            ("cuda_token.SUBTILES", "token", "kSubtiles"),
             ("cuda.MAX_WARPS", "gemv", "kMaxWarps"),
             ("cuda.FLOAT_ROWS", "gemv", "kFloatRows"),
         ],
@@ -365,12 +390,19 @@ def hollow_backend(cuda: Any, kernels: FakeLibrary) -> Any:
         def __init__(self) -> None:
             self.kernels = kernels
             self.num_multiprocessors = NUM_MULTIPROCESSORS
+            self.compute_capability = 90
             self.most_shared_bytes = LEAST_SHARED_BYTES
             self.device_memory = SimpleNamespace(array=np.zeros, free=lambda array: None)
             self._best, self._best_id = np.zeros(256, np.float32), np.zeros(256, np.int32)
 
         def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
             return np.zeros(shape, dtype)
+
+        def to_device(self, array: Any) -> Any:
+            return array
+
+        def free(self, array: Any) -> None:
+            pass
 
         def mark(self) -> None:
             pass
@@ -438,6 +470,52 @@ def run_attention(backend: Any, head_dims: tuple[int, ...]) -> None:
                         )
 
 
+def decoder(element: Element, head_dim: int, group: int = 2, num_inputs: int = 256) -> Decoder:
+    """Two layers that a whole token serves."""
+    heads = HeadShape(2 * group, 2, head_dim, 2 * group * head_dim, (2 * group + 2) * head_dim, 1e-6)
+    attended = 2 * group * head_dim
+    qkv, o, gate_up, down, lm_head = (
+        weight(PackedGeometry(element, k, n, 32))
+        for k, n in (
+            (num_inputs, attended + 4 * head_dim), (attended, num_inputs), (num_inputs, 768), (384, num_inputs),
+            (num_inputs, 656),
+        )
+    )  # fmt: skip
+    row, norm = np.zeros((1, num_inputs), np.float32), np.zeros(num_inputs, np.float32)
+    head_norm, cache = np.zeros(head_dim, np.float32), np.zeros((2, 700, head_dim), np.float16)
+    layer = DecoderLayer(qkv, o, gate_up, down, norm, norm, head_norm, head_norm, KvLayer(cache, cache))
+    return Decoder((layer, layer), lm_head, norm, heads, row, np.zeros((1, 656), np.float32))
+
+
+def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kestrel_cuda.backends import cuda_token
+
+    monkeypatch.setattr(cuda_token, "driver_bindings_work", lambda: True)
+    monkeypatch.setattr(cuda_token, "copy_map", lambda array, cut, rows_per_piece: [0] * 16)
+    monkeypatch.setattr(cuda_token, "_beside", lambda layer: [0] * cuda_token.NUM_LAYER_POINTERS)
+    monkeypatch.setattr(backend, "most_shared_bytes", COPYING_SHARED_BYTES)
+    for element, head_dim in product((Element.INT8, Element.INT4), cuda_token.HEAD_DIMS):
+        whole = decoder(element, head_dim)
+        backend.reserve_attention(whole.heads, 1, 700)
+        token = backend.whole_token(whole)
+        token(state(700, head_dim))
+        token.close()
+        for served_elsewhere in (
+            decoder(element, head_dim, num_inputs=192),
+            decoder(element, head_dim, num_inputs=2 * cuda_token.MOST_NORM_INPUTS),
+            replace(whole, heads=replace(whole.heads, head_dim=16)),
+            replace(whole, lm_head=weight(BF16)),
+            replace(whole, layers=(whole.layers[0], replace(whole.layers[1], o=weight(G256)))),
+        ):
+            assert backend.whole_token(served_elsewhere) is None
+    whole = decoder(Element.INT8, 128)
+    for change in ({"most_shared_bytes": LEAST_SHARED_BYTES}, {"compute_capability": 120}, {"compute_capability": 80}):
+        with pytest.MonkeyPatch.context() as smaller:
+            for name, value in change.items():
+                smaller.setattr(backend, name, value)
+            assert backend.whole_token(whole) is None
+
+
 def run_the_rest(backend: Any) -> None:
     for m in (1, 17):
         h = np.zeros((m, 300), np.float32)
@@ -483,6 +561,7 @@ def launched(cuda: Any) -> FakeLibrary:
         run_linears(backend)
         run_stretches(backend)
         run_attention(backend, cuda_attention.HEAD_DIMS)
+        run_whole_token(backend, monkeypatch)
         run_the_rest(backend)
         run_packer(backend, monkeypatch)
         backend.read_rate_gb_per_s(1 << 20)
@@ -522,7 +601,8 @@ def test_shared_memory_is_there_on_every_card(launched: FakeLibrary) -> None:
     for kernel, _, _, dynamic_bytes in launched.launches:
         raw = launched.raw[kernel]
         total = raw.shared_size_bytes + dynamic_bytes
-        assert total <= LEAST_SHARED_BYTES, f"{kernel} asks for {total} bytes of shared memory"
+        most = COPYING_SHARED_BYTES if kernel.startswith("decode_token_") else LEAST_SHARED_BYTES
+        assert total <= most, f"{kernel} asks for {total} bytes of shared memory"
         if total > PLAIN_SHARED_BYTES and raw.max_dynamic_shared_size_bytes < dynamic_bytes:
             lacking[kernel] = f"{raw.shared_size_bytes} static and {dynamic_bytes} dynamic bytes"
     assert not lacking, "over 48 KiB without asking for it"
@@ -596,3 +676,10 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         whole = {size for group, size in parts.items() if group * d % ACTIVATION_GROUP == 0}
         assert asked[f"attend_row_f16_{d}"] == whole
         assert asked[f"attend_tiled_f16_{d}"] == {struct_bytes("attention_many", "ManyRows", d)}
+
+    from kestrel_cuda.backends import cuda_token
+
+    for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
+        is_last = 4  # not an array
+        few = -(-(struct_bytes("token", "FewRows", d) + is_last) // 16) * 16
+        assert cuda_token.few_rows_bytes(d, group) == few + 4 * c["kSubtiles"] * group * d

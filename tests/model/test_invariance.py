@@ -254,6 +254,33 @@ class TestOnTheGpu:
         if keep == 0:
             assert launched.residency.cache_hits == replayed.residency.cache_hits
 
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "intermediate_size": 256},
+            {"hidden_size": 2048, "num_heads": 4, "head_dim": 128, "intermediate_size": 768},
+            {"hidden_size": 2304, "num_heads": 8, "head_dim": 64, "intermediate_size": 640},
+        ],
+        ids=["256", "2048", "2304"],
+    )
+    @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
+    def test_a_token_in_one_launch_and_in_many(
+        self, load_on_gpu: Load, tmp_path: Path, sizes: dict[str, int], quant: Quant, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Over a cache of one split and of two, with linears cut in every way."""
+        model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, num_kv_heads=2, **sizes)
+        prompt = random_ids(240, seed=6)
+        engine = load_on_gpu(model, quant=quant, keep=0, ctx=300)
+        whole = generate(engine, prompt, 40)
+        assert engine._model is not None
+        if engine._model._whole_token is None:
+            pytest.skip("this card takes a token in several launches")
+        monkeypatch.setattr(type(engine.backend), "whole_token", lambda self, decoder: None)
+        in_many = load_on_gpu(model, quant=quant, keep=0, ctx=300)
+        assert_same_bits(generate(in_many, prompt, 40), whole)
+        assert in_many._model is not None
+        assert in_many._model._whole_token is None
+
     @pytest.mark.parametrize("keep", [0, 1, 4])
     @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
     def test_a_warm_token_takes_and_gives_back_no_memory(self, load_on_gpu: Load, quant: Quant, keep: int) -> None:

@@ -1,0 +1,293 @@
+"""A whole token as one launch: a block a multiprocessor takes one row through every layer and lm_head.
+
+The kernel (kernels/token.cuh) gives the bits of the steps it stands for. Cards with little shared memory, and weights
+or caches it does not serve, go through the stretches of cuda_decode.py and cuda_attention.py instead. Its blocks wait
+for one another, so all of them must be on the card at once: one a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kestrel_cuda.backends.base import Decoder, DecoderLayer, DeviceWeight, SequenceState
+from kestrel_cuda.backends.cuda_attention import SPLIT_SLOTS, AttentionSteps, log2_scale
+from kestrel_cuda.backends.cuda_device import CudaDevice
+from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.kernels.library import Kernel, driver_bindings_work
+from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
+from kestrel_cuda.quant.packed import Element
+
+# Sizes shared with kernels/token.cuh; tests/kernels/test_signatures.py reads them out of the sources.
+THREADS, WARPS = 512, 16
+COLUMNS = 16
+PIECE_INPUTS = 128
+PIECE_GROUPS = PIECE_INPUTS // ACTIVATION_GROUP
+MOST_NORM_INPUTS = 8 * THREADS
+COUNTER_WORDS = 2 * 32
+NUM_LAYER_POINTERS = 6
+LEAST_SLOTS, MOST_SLOTS = 2, 6
+MMA_ROWS, SUBTILES = 16, 4
+COPY_CAPABILITIES = range(90, 120)
+"""Compute capabilities with a bulk copy engine and enough shared memory."""
+
+HEAD_DIMS = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a linear is cut over blocks and warps: kernels/token.cuh's `Cut`, field by field."""
+
+    n: int
+    num_groups: int
+    num_sets: int
+    num_items: int
+    num_pieces: int
+    set_columns: int
+    items_are_pairs: int
+    gate_up: int
+
+    @property
+    def input_bytes(self) -> int:
+        """Activation codes and their scales."""
+        return self.num_groups * (ACTIVATION_GROUP + 4)
+
+    @property
+    def sums_bytes(self) -> int:
+        """Piece sums of one set."""
+        return self.num_pieces * (COLUMNS if self.items_are_pairs else 4 * COLUMNS if self.gate_up else 2 * COLUMNS) * 4
+
+
+def cut_linear(weight: DeviceWeight, num_blocks: int) -> Cut:
+    """Sets of 32 columns, or of 16 with two pieces side by side where that spreads more evenly over the blocks."""
+    n_padded = weight.geometry.n_padded
+    num_wide, num_narrow = -(-n_padded // (2 * COLUMNS)), -(-n_padded // COLUMNS)
+    pairs = weight.geometry.k_padded % (2 * PIECE_INPUTS) == 0
+    if pairs and -(-num_narrow // num_blocks) < 2 * -(-num_wide // num_blocks):
+        return _cut(weight, num_narrow, COLUMNS, items_are_pairs=True)
+    return _cut(weight, num_wide, 2 * COLUMNS)
+
+
+def cut_gate_up(weight: DeviceWeight) -> Cut:
+    """Sets of 32 gate columns and their 32 up columns: one activation group of what follows."""
+    return _cut(weight, weight.geometry.num_outputs // 2 // ACTIVATION_GROUP, ACTIVATION_GROUP, gate_up=True)
+
+
+def _cut(
+    weight: DeviceWeight, num_sets: int, set_columns: int, *, items_are_pairs: bool = False, gate_up: bool = False
+) -> Cut:
+    geometry = weight.geometry
+    num_pieces = geometry.k_padded // PIECE_INPUTS
+    return Cut(
+        n=geometry.num_outputs,
+        num_groups=geometry.k_padded // ACTIVATION_GROUP,
+        num_sets=num_sets,
+        num_items=num_pieces // 2 if items_are_pairs else num_pieces * 2 if gate_up else num_pieces,
+        num_pieces=num_pieces,
+        set_columns=set_columns,
+        items_are_pairs=int(items_are_pairs),
+        gate_up=int(gate_up),
+    )
+
+
+def slot_bytes(element: Element) -> int:
+    """One item of a ring: 32 columns of a piece and their scales."""
+    return 2 * COLUMNS * (4 * words_per_piece(element) + 2 * PIECE_GROUPS)
+
+
+def words_per_piece(element: Element) -> int:
+    """Words of a column's codes for one piece."""
+    return PIECE_INPUTS // 4 if element is Element.INT8 else PIECE_INPUTS // 8
+
+
+def few_rows_bytes(head_dim: int, queries_per_kv: int) -> int:
+    """attention_few.cuh's `FewRows`, rounded up to 16, and the weighted values of four subtiles."""
+    weights = max(MMA_ROWS * (SPLIT_SLOTS + 8) * 2, WARPS * head_dim * 4)
+    floats = (WARPS + SUBTILES) * MMA_ROWS * 4
+    fixed = MMA_ROWS * (head_dim + 8) * 2 + weights + floats + 2 * head_dim * 2 + 4
+    return -(-fixed // 16) * 16 + SUBTILES * queries_per_kv * head_dim * 4
+
+
+def table_bytes(cuts: list[Cut], num_layers: int, num_blocks: int) -> int:
+    """Dynamic shared memory of a block's residuals, its cuts and the layers' addresses."""
+    own = -(-cuts[1].num_sets // num_blocks) * 2 * COLUMNS * 4
+    return -(-(own + num_layers * NUM_LAYER_POINTERS * 8 + sum(len(astuple(cut)) * 4 for cut in cuts)) // 16) * 16
+
+
+def least_work_bytes(cuts: list[Cut], head_dim: int, queries_per_kv: int) -> int:
+    """Dynamic shared memory of what one stage at a time needs: attention, or a linear's inputs and sums."""
+    return max(few_rows_bytes(head_dim, queries_per_kv), *(cut.input_bytes + 2 * cut.sums_bytes for cut in cuts))
+
+
+def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
+    """The driver's description, as 16 words, of a matrix [rows, columns] of codes or scales by the items of a cut.
+
+    Its axes, innermost first: columns, halves of an item or gate and up, rows of a piece, pieces or pairs of them.
+    Raises DeviceError when the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    columns, size = array.shape[1], array.dtype.itemsize
+    row_bytes = columns * size
+    piece_bytes = rows_per_piece * row_bytes
+    if cut.items_are_pairs:
+        num_items, shape, box = cut.num_pieces // 2, (columns, 2), (COLUMNS, 2)
+        strides = (piece_bytes, row_bytes, 2 * piece_bytes)
+    elif cut.gate_up:
+        num_items, shape, box = cut.num_pieces, (columns // 2, 2), (2 * COLUMNS, 1)
+        strides = (row_bytes // 2, row_bytes, piece_bytes)
+    else:
+        num_items, shape, box = cut.num_pieces, (columns, 1), (2 * COLUMNS, 1)
+        strides = (row_bytes, row_bytes, piece_bytes)
+    kinds = driver.CUtensorMapDataType
+    status, described = driver.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if size == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        4,
+        array.data.ptr,
+        [driver.cuuint64_t(length) for length in (*shape, rows_per_piece, num_items)],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(length) for length in (*box, rows_per_piece, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"the driver cannot describe a matrix of {array.shape} to the copy engine: {status.name}")
+    return [int(word) for word in described.opaque]
+
+
+def copy_maps(weights: Sequence[DeviceWeight], cuts: Sequence[Cut]) -> NDArray[np.uint64]:
+    """Codes and scales of every matrix by its cut, in the order of their use: [matrices, 2, 16]."""
+    return np.array(
+        [
+            [
+                copy_map(weight.codes_kn, cut, words_per_piece(weight.geometry.element)),
+                copy_map(weight.scales_gn, cut, PIECE_GROUPS),
+            ]
+            for weight, cut in zip(weights, cuts, strict=True)
+        ],
+        np.uint64,
+    )
+
+
+class CudaWholeToken:
+    """One launch over a decoder's weights, with the tables and the words that its blocks share."""
+
+    def __init__(self, steps: TokenSteps, kernel: Kernel, decoder: Decoder, cuts: list[Cut], num_slots: int) -> None:
+        heads, layers, scratch = decoder.heads, decoder.layers, steps.attention_scratch
+        first = layers[0]
+        room = dynamic_bytes(steps, kernel)
+        fixed_bytes = table_bytes(cuts, len(layers), steps.num_multiprocessors) + num_slots * ring_bytes(decoder)
+        hidden, products = first.qkv.geometry.num_inputs, first.down.geometry.num_inputs
+        attended = heads.num_heads * heads.head_dim
+        matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        maps = copy_maps([*matrices, decoder.lm_head], cuts[:4] * len(layers) + cuts[4:])
+        self._steps, self._kernel, self._shared_bytes = steps, kernel, room
+        self._owned = {
+            "copy_maps": steps.to_device(maps.view(np.uint8)),
+            "pointers": steps.to_device(np.array([_beside(layer) for layer in layers], np.uint64)),
+            "cuts": steps.to_device(np.array([astuple(cut) for cut in cuts], np.int32)),
+            "h_words": steps.zeros((hidden,), np.uint64),
+            "qkv_words": steps.zeros((first.qkv.geometry.n_padded,), np.uint64),
+            "attended_words": steps.zeros((attended // 4 + attended // ACTIVATION_GROUP,), np.uint64),
+            "product_words": steps.zeros((products // 4 + products // ACTIVATION_GROUP,), np.uint64),
+            "counters": steps.zeros((COUNTER_WORDS,), np.uint32),
+        }
+        self._given = {
+            "final_norm_k": decoder.final_norm_k,
+            "h_k": decoder.h_mk,
+            "logits_v": decoder.logits_mv,
+            "max_hs": scratch.max_mhs,
+            "sum_hs": scratch.sum_mhs,
+            "out_hsd": scratch.out_mhsd,
+            "arrived_h": scratch.arrived_h,
+            "num_layers": len(layers),
+            "num_slots": num_slots,
+            "hidden": hidden,
+            "num_kv_heads": heads.num_kv_heads,
+            "work_bytes": (room - fixed_bytes) // 16 * 16,
+            "k_column": heads.k_column,
+            "v_column": heads.v_column,
+            "queries_per_kv": heads.queries_per_kv,
+            "ctx": first.kv.k_hsd.shape[1],
+            "num_splits": scratch.max_mhs.shape[2],
+            "scale": log2_scale(heads.head_dim),
+            "eps": heads.norm_eps,
+        }
+
+    def __call__(self, state: SequenceState) -> None:
+        self._kernel(
+            (self._steps.num_multiprocessors,), (THREADS,), shared_bytes=self._shared_bytes, cos_sd=state.cos_sd,
+            sin_sd=state.sin_sd, position=state.position, **self._owned, **self._given,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        for array in self._owned.values():
+            self._steps.free(array)
+        self._owned = {}
+
+
+class TokenSteps(AttentionSteps):
+    """The whole token of `Backend` on a GPU."""
+
+    def whole_token(self, decoder: Decoder) -> CudaWholeToken | None:
+        if self.compute_capability not in COPY_CAPABILITIES or not driver_bindings_work() or not _is_served(decoder):
+            return None
+        heads, first, num_blocks = decoder.heads, decoder.layers[0], self.num_multiprocessors
+        kernel = self.kernels[f"decode_token_{first.qkv.geometry.element.value}_{heads.head_dim}"]
+        cuts = [
+            cut_linear(first.qkv, num_blocks),
+            cut_linear(first.o, num_blocks),
+            cut_gate_up(first.gate_up),
+            cut_linear(first.down, num_blocks),
+            cut_linear(decoder.lm_head, num_blocks),
+        ]
+        least = table_bytes(cuts, len(decoder.layers), num_blocks)
+        least += least_work_bytes(cuts, heads.head_dim, heads.queries_per_kv)
+        num_slots = min(MOST_SLOTS, (dynamic_bytes(self, kernel) - least) // ring_bytes(decoder))
+        if num_slots < LEAST_SLOTS:
+            return None
+        return CudaWholeToken(self, kernel, decoder, cuts, num_slots)
+
+
+def ring_bytes(decoder: Decoder) -> int:
+    """Shared memory of a slot and its barrier in every warp's ring."""
+    return WARPS * (slot_bytes(decoder.lm_head.geometry.element) + 8)
+
+
+def dynamic_bytes(device: CudaDevice, kernel: Kernel) -> int:
+    """All the dynamic shared memory that a block of the kernel can have on this card."""
+    return int(device.most_shared_bytes) - kernel.static_shared_bytes
+
+
+def _is_served(decoder: Decoder) -> bool:
+    """Whether the kernel's cuts and copies fit these weights: one kind of groups of 32, whole pieces of inputs."""
+    heads, layers = decoder.heads, decoder.layers
+    geometries = [{getattr(layer, name).geometry for layer in layers} for name in ("qkv", "o", "gate_up", "down")]
+    flat = [geometry for same in geometries for geometry in same] + [decoder.lm_head.geometry]
+    hidden, intermediate = layers[0].qkv.geometry.num_inputs, layers[0].down.geometry.num_inputs
+    return (
+        heads.head_dim in HEAD_DIMS
+        and all(len(same) == 1 for same in geometries)
+        and len({geometry.element for geometry in flat}) == 1
+        and all(geometry.group_size == ACTIVATION_GROUP and geometry.k_padded % PIECE_INPUTS == 0 for geometry in flat)
+        and all(geometry.n_padded % 8 == 0 for geometry in flat)
+        and hidden <= MOST_NORM_INPUTS
+        and layers[0].gate_up.geometry.num_outputs == 2 * intermediate
+        and intermediate % ACTIVATION_GROUP == 0
+        and heads.queries_per_kv * heads.head_dim % ACTIVATION_GROUP == 0
+        and all(layer.kv.k_hsd.dtype == np.float16 for layer in layers)
+    )
+
+
+def _beside(layer: DecoderLayer) -> list[int]:
+    """Addresses of what a layer has beside its matrices, in the order of kernels/token.cuh's `LayerPointer`."""
+    kv = layer.kv
+    arrays = (layer.input_norm_k, layer.post_norm_k, layer.q_norm_d, layer.k_norm_d, kv.k_hsd, kv.v_hsd)
+    return [int(array.data.ptr) for array in arrays]

@@ -1,0 +1,382 @@
+// Causal grouped-query attention over a float16 cache for few queries, a split at a time: what attention_few.cu and
+// token.cu share. attention_half.cuh has the sums and why a query's result does not depend on which kernel made it.
+
+__device__ inline u16 saturated_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
+
+// RMSNorm and rotation of one head by one warp, as rope.cu. The weight and the angles do not depend on the row, so they
+// are fetched before it is there. What goes to the cache saturates; queries do not.
+template <int kHeadDim>
+struct Rotation {
+    static constexpr int kChannels = (kHeadDim + kWarp - 1) / kWarp;
+    static constexpr int kHalf = kHeadDim / 2;
+    float weight[kChannels], cosine[kChannels], sine[kChannels];
+
+    __device__ static int channel(int i) { return threadIdx.x % kWarp + i * kWarp; }
+
+    __device__ void fetch(const float* weight_d, const float* cos_d, const float* sin_d) {
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const int d = channel(i), pair = d < kHalf ? d : d - kHalf;
+            if (d >= kHeadDim) continue;
+            weight[i] = weight_d[d], cosine[i] = cos_d[pair], sine[i] = sin_d[pair];
+        }
+    }
+
+    template <bool kSaturates>
+    __device__ void turn(const float (&x)[kChannels], float eps, float* normed_d, u16* y_d) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i)
+            if (channel(i) < kHeadDim) sum = fma_rn(x[i], x[i], sum);
+        const float rstd = __frsqrt_rn(add_rn(div_rn(warp_sum(sum), (float)kHeadDim), eps));
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i)
+            if (channel(i) < kHeadDim) normed_d[channel(i)] = mul_rn(weight[i], mul_rn(x[i], rstd));
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const int d = channel(i);
+            if (d >= kHeadDim) continue;
+            const float other = d < kHalf ? -normed_d[d + kHalf] : normed_d[d - kHalf];
+            const float y = add_rn(mul_rn(normed_d[d], cosine[i]), mul_rn(other, sine[i]));
+            y_d[d] = kSaturates ? saturated_half(y) : float_to_half(y);
+        }
+        __syncwarp();
+    }
+};
+
+// A split is shared by 16 warps: 16 slots each for the scores; for the values, four warps a subtile and a part of the
+// head's channels each (two of them where a part would be less than a tile of 8 columns).
+constexpr int kFewThreads = 512;
+constexpr int kFewWarps = kFewThreads / kWarp;
+constexpr int kSlotsPerWarp = kSplit / kFewWarps;
+constexpr int kKeyTiles = kSlotsPerWarp / 8;
+constexpr int kWarpsPerSubtile = kFewWarps / kSubtiles;
+constexpr int kMergedAtOnce = 8;      // splits
+
+template <int kHeadDim>
+struct Parts {
+    static constexpr int kNum = kHeadDim / 8 < kWarpsPerSubtile ? kHeadDim / 8 : kWarpsPerSubtile;
+    static constexpr int kChannels = kHeadDim / kNum;
+    static constexpr int kHalves = kChannels / 8;      // channels a lane reads of a value
+};
+
+// What a block of few rows keeps in shared memory.
+template <int kHeadDim>
+struct FewRows {
+    u16 queries[kMmaRows * Shape<kHeadDim>::kQueryStride];
+    union {
+        float normed[kFewWarps][kHeadDim];     // on the way to the queries
+        u16 weights[kMmaRows * kWeightStride];
+    };
+    float maxima[kFewWarps][kMmaRows];
+    float sums[kSubtiles][kMmaRows];
+    u16 new_key[kHeadDim], new_value[kHeadDim];
+    int is_last;
+};
+
+// The keys of a warp's slots, in registers. Slots from num_known on read as zero.
+template <int kHeadDim>
+struct Keys {
+    using S = Shape<kHeadDim>;
+    Run<S::kKeyHalves> of[kKeyTiles][S::kKeyRuns];
+
+    __device__ void load(const u16* k_sd, int num_known) {
+        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+            for (int run = 0; run < S::kKeyRuns; ++run) {
+                if (first + t * 8 < num_known) of[t][run].load(k_sd + (i64)(first + t * 8) * kHeadDim + (run * 4 + j) * S::kKeyHalves);
+                else of[t][run].clear();
+            }
+    }
+
+    // Put in the key of one more slot, from shared memory.
+    __device__ void put(const u16* key_d, int new_slot) {
+        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t)
+            if (first + t * 8 == new_slot)
+#pragma unroll
+                for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].load(key_d + (run * 4 + j) * S::kKeyHalves);
+    }
+};
+
+// Dots of the query rows with a warp's keys: score_tile's chains, the tiles side by side, so that a query fragment
+// is held for one step alone.
+template <int kHeadDim>
+__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query_rows, const Keys<kHeadDim>& keys) {
+    using S = Shape<kHeadDim>;
+    const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+#pragma unroll
+    for (int t = 0; t < kKeyTiles; ++t) dots[t][0] = dots[t][1] = dots[t][2] = dots[t][3] = 0.0f;
+#pragma unroll
+    for (int run = 0; run < S::kKeyRuns; ++run) {
+        Run<S::kKeyHalves> top, bottom;
+        const int channel = (run * 4 + j) * S::kKeyHalves;
+        top.load(query_rows + quad * S::kQueryStride + channel);
+        bottom.load(query_rows + (quad + 8) * S::kQueryStride + channel);
+#pragma unroll
+        for (int i = 0; i < S::kKeyHalves / 4; ++i) {
+            const u32 q[4] = {top.words[2 * i], bottom.words[2 * i], top.words[2 * i + 1], bottom.words[2 * i + 1]};
+#pragma unroll
+            for (int t = 0; t < kKeyTiles; ++t)
+                mma_m16n8k16(dots[t], q, keys.of[t][run].words[2 * i], keys.of[t][run].words[2 * i + 1]);
+        }
+    }
+}
+
+// The values of a warp's subtile for its part of the channels, in registers; likewise.
+template <int kHeadDim>
+struct Values {
+    Run<Parts<kHeadDim>::kHalves> of[4][4];
+
+    __device__ static int slot(int step, int i) {
+        return threadIdx.x / kWarp / kWarpsPerSubtile * kSubtile + step * 16 + 2 * (threadIdx.x % 4) + i % 2 + i / 2 * 8;
+    }
+
+    __device__ static int channel() {
+        return threadIdx.x / kWarp % Parts<kHeadDim>::kNum * Parts<kHeadDim>::kChannels +
+               threadIdx.x % kWarp / 4 * Parts<kHeadDim>::kHalves;
+    }
+
+    __device__ void load(const u16* v_sd, int num_known) {
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int s = slot(step, i);
+                if (s < num_known) of[step][i].load(v_sd + (i64)s * kHeadDim + channel());
+                else of[step][i].clear();
+            }
+    }
+
+    __device__ void put(const u16* value_d, int new_slot) {
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (slot(step, i) == new_slot) of[step][i].load(value_d + channel());
+    }
+};
+
+// One split for up to 16 query rows in shared memory: `out` [subtile][row][d] gets the weighted values of each subtile,
+// shared.sums the sums of weights, maxima[0] the maximum of each row. Every thread of the block takes part.
+template <int kHeadDim>
+__device__ inline void split_of_few_rows(FewRows<kHeadDim>& shared, const Keys<kHeadDim>& keys, const Values<kHeadDim>& values,
+                                         int num_rows, int num_slots, float scale, float* out) {
+    const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+    float scores[kKeyTiles][4];
+    {
+        score_tiles<kHeadDim>(scores, shared.queries, keys);
+        float top = minus_infinity(), bottom = minus_infinity();
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                scores[t][c] = warp * kSlotsPerWarp + t * 8 + 2 * j + c % 2 < num_slots ? mul_rn(scores[t][c], scale) : minus_infinity();
+            top = fmaxf(top, fmaxf(scores[t][0], scores[t][1]));
+            bottom = fmaxf(bottom, fmaxf(scores[t][2], scores[t][3]));
+        }
+        top = quad_max(top), bottom = quad_max(bottom);
+        if (j == 0) shared.maxima[warp][quad] = top, shared.maxima[warp][quad + 8] = bottom;
+    }
+    __syncthreads();
+    float row_max[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+    for (int w = 0; w < kFewWarps; ++w)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) row_max[half] = fmaxf(row_max[half], shared.maxima[w][quad + 8 * half]);
+#pragma unroll
+    for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float p[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const float s = scores[t][2 * half + c];
+                p[c] = s == minus_infinity() ? 0.0f : exp2_fast(sub_rn(s, row_max[half]));
+            }
+            *(u32*)&shared.weights[(quad + 8 * half) * kWeightStride + warp * kSlotsPerWarp + t * 8 + 2 * j] = pack_halves(p[0], p[1]);
+        }
+    __syncthreads();
+    if (warp == 0 && j == 0) shared.maxima[0][quad] = row_max[0], shared.maxima[0][quad + 8] = row_max[1];
+
+    const int subtile = warp / kWarpsPerSubtile, part = warp % kWarpsPerSubtile;
+    constexpr int kHalves = Parts<kHeadDim>::kHalves;
+    float acc[kHalves][4], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int t = 0; t < kHalves; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        u32 weights[4];
+        load_weights(weights, shared.weights, subtile * kSubtile + step * 16);
+        add_values(acc, sums, weights, values.of[step]);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        const int row = quad + c / 2 * 8;
+        if (row >= num_rows || part >= Parts<kHeadDim>::kNum) continue;
+        float* to = out + (subtile * num_rows + row) * kHeadDim + part * Parts<kHeadDim>::kChannels + (2 * j + c % 2) * kHalves;
+#pragma unroll
+        for (int t = 0; t < kHalves; ++t) to[t] = acc[t][c];
+        if (part == 0 && j == 0 && c % 2 == 0) shared.sums[subtile][row] = sums[c];
+    }
+    __syncthreads();
+}
+
+__device__ inline float add_subtiles(const float* parts, int stride) {
+    float total = 0.0f;
+#pragma unroll
+    for (int t = 0; t < kSubtiles; ++t) total = add_rn(total, parts[t * stride]);
+    return total;
+}
+
+// A row's joint projection in global memory, read past the first-level cache: others have just written it.
+struct PlainRow {
+    const float* qkv_n;
+
+    template <int kChannels>
+    __device__ void load(float (&x)[kChannels], int column, int count) const {
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const int at = threadIdx.x % kWarp + i * kWarp;
+            x[i] = at < count ? __ldcg(qkv_n + column + at) : 0.0f;
+        }
+    }
+};
+
+// Where activation codes go: a warp puts a group, one code a lane.
+struct PlainCodes {
+    i8* codes;
+    float* scales;
+
+    __device__ void put(int group, int code, float scale) const {
+        codes[group * kGroup + threadIdx.x % kWarp] = (i8)code;
+        if (threadIdx.x % kWarp == 0) scales[group] = scale;
+    }
+};
+
+// One layer's norms and cache, and the parts of splits. *_hsd [kv_heads][ctx][d]; parts [heads][num_splits]([d]);
+// arrived_h [kv_heads] counts splits and is zero between layers; queries_per_kv * d divides by 32.
+struct RowAttention {
+    const float *q_norm_d, *k_norm_d, *cos_sd, *sin_sd;
+    u16 *k_hsd, *v_hsd;
+    float *max_hs, *sum_hs, *out_hsd;
+    int* arrived_h;
+    int last, k_column, v_column, queries_per_kv, ctx, num_splits;
+    float scale, eps;
+
+    __device__ int used_splits() const { return last / kSplit + 1; }
+};
+
+// A split's results for one head and channel, into a running merge.
+struct RunningMerge {
+    float max = minus_infinity(), sum = 0.0f, out = 0.0f;
+
+    __device__ void add(float split_max, float split_sum, float split_out) {
+        float keep, take, merged_max;
+        merge_weights(max, split_max, keep, take, merged_max);
+        sum = merge(sum, keep, split_sum, take);
+        out = merge(out, keep, split_out, take);
+        max = merged_max;
+    }
+};
+
+// One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, by the split
+// that ends last, the merge and the activation codes. The cache is read first, then `wait` is called, then the row is
+// read. `parts`: 4 * queries_per_kv * d floats of shared memory.
+template <int kHeadDim, typename Row, typename Codes, typename Wait>
+__device__ inline void attend_split_of_row(FewRows<kHeadDim>& shared, float* parts, const RowAttention& a, const Row& row,
+                                           const Codes& y, int split, int kv_head, Wait wait) {
+    const int warp = threadIdx.x / kWarp;
+    const int first_slot = split * kSplit, used_splits = a.used_splits();
+    const int num_slots = min(kSplit, a.last + 1 - first_slot);
+    const bool owns_new = split == used_splits - 1;
+    const i64 at = ((i64)kv_head * a.ctx + first_slot) * kHeadDim;
+    const int num_known = num_slots - owns_new;
+    Keys<kHeadDim> keys;
+    keys.load(a.k_hsd + at, num_known);
+    Values<kHeadDim> values;
+    values.load(a.v_hsd + at, num_known);
+    const float* cos_d = a.cos_sd + (i64)a.last * (kHeadDim / 2);
+    const float* sin_d = a.sin_sd + (i64)a.last * (kHeadDim / 2);
+    const bool has_query = warp < a.queries_per_kv, turns_key = owns_new && warp == kFewWarps - 1;
+    Rotation<kHeadDim> rotation;
+    float x[Rotation<kHeadDim>::kChannels];
+    if (has_query || turns_key) rotation.fetch(has_query ? a.q_norm_d : a.k_norm_d, cos_d, sin_d);
+    wait();
+
+    u16* query = shared.queries + warp * Shape<kHeadDim>::kQueryStride;
+    if (has_query) {
+        row.load(x, (kv_head * a.queries_per_kv + warp) * kHeadDim, kHeadDim);
+        rotation.template turn<false>(x, a.eps, shared.normed[warp], query);
+    } else {
+        for (int d = threadIdx.x % kWarp; d < kHeadDim; d += kWarp) query[d] = 0;
+    }
+    if (turns_key) {
+        if (has_query) rotation.fetch(a.k_norm_d, cos_d, sin_d);
+        row.load(x, a.k_column + kv_head * kHeadDim, kHeadDim);
+        rotation.template turn<true>(x, a.eps, shared.normed[warp], shared.new_key);
+    } else if (owns_new && warp == kFewWarps - 2) {
+        row.load(x, a.v_column + kv_head * kHeadDim, kHeadDim);
+#pragma unroll
+        for (int i = 0; i < Rotation<kHeadDim>::kChannels; ++i)
+            if (rotation.channel(i) < kHeadDim) shared.new_value[rotation.channel(i)] = saturated_half(x[i]);
+    }
+    __syncthreads();
+    if (owns_new) {
+        keys.put(shared.new_key, num_known);
+        values.put(shared.new_value, num_known);
+        const i64 to = at + (i64)num_known * kHeadDim;
+        for (int d = threadIdx.x; d < kHeadDim; d += kFewThreads) {
+            a.k_hsd[to + d] = shared.new_key[d];
+            a.v_hsd[to + d] = shared.new_value[d];
+        }
+    }
+    split_of_few_rows<kHeadDim>(shared, keys, values, a.queries_per_kv, num_slots, a.scale, parts);
+
+    const int num_values = a.queries_per_kv * kHeadDim, first_head = kv_head * a.queries_per_kv;
+    if (used_splits > 1) {
+        for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
+            const i64 to = (i64)(first_head + i / kHeadDim) * a.num_splits + split;
+            a.out_hsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, num_values);
+            if (i % kHeadDim == 0) {
+                a.max_hs[to] = shared.maxima[0][i / kHeadDim];
+                a.sum_hs[to] = add_subtiles(&shared.sums[0][i / kHeadDim], kMmaRows);
+            }
+        }
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) shared.is_last = atomicAdd(&a.arrived_h[kv_head], 1) == used_splits - 1;
+        __syncthreads();
+        if (!shared.is_last) return;
+        if (threadIdx.x == 0) a.arrived_h[kv_head] = 0;
+        __threadfence();
+    }
+    for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
+        const int r = i / kHeadDim;
+        const i64 head = (i64)(first_head + r) * a.num_splits;
+        RunningMerge merged;
+        if (used_splits == 1)
+            merged.add(shared.maxima[0][r], add_subtiles(&shared.sums[0][r], kMmaRows), add_subtiles(parts + i, num_values));
+        else
+            for (int first = 0; first < used_splits; first += kMergedAtOnce) {
+                // All fetched before the first is merged: the merges are a chain, the fetches need not be.
+                float max[kMergedAtOnce], sum[kMergedAtOnce], out[kMergedAtOnce];
+#pragma unroll
+                for (int s = 0; s < kMergedAtOnce; ++s) {
+                    const i64 from = head + min(first + s, used_splits - 1);
+                    max[s] = __ldcg(a.max_hs + from), sum[s] = __ldcg(a.sum_hs + from);
+                    out[s] = __ldcg(a.out_hsd + from * kHeadDim + i % kHeadDim);
+                }
+#pragma unroll
+                for (int s = 0; s < kMergedAtOnce; ++s)
+                    if (first + s < used_splits) merged.add(max[s], sum[s], out[s]);
+            }
+        float scale;
+        const int code = quantize_in_group(div_rn(merged.out, merged.sum), scale);
+        y.put((kv_head * num_values + i) / kGroup, code, scale);
+    }
+}

@@ -1,0 +1,11 @@
+// One row through every layer and lm_head in one launch, for heads of 128 channels; token.cuh says how.
+
+#include "common.cuh"
+#include "attention_half.cuh"
+#include "attention_few.cuh"
+#include "token_words.cuh"
+#include "token_ring.cuh"
+#include "token.cuh"
+
+TOKEN(int8_128, Int8Weights, 128)
+TOKEN(int4_128, Int4Weights, 128)

@@ -1,0 +1,388 @@
+// One row through every layer and lm_head in one launch (decode with everything resident).
+//
+// A block a multiprocessor stays for the whole token. Every warp has the weights it will use copied, in the order it
+// will use them, into a ring of its own in shared memory by the bulk copy engine; the rings run ahead over the waits
+// between stages, so the memory does not rest while blocks wait for one another.
+//
+// What one stage hands to the next goes through device memory as flagged words: 32 bits of data beside the number of
+// the stage that wrote them, stored and loaded together, so a reader polls the data itself and needs no other signal.
+// A block with no part in a stage skips it; flags only grow, so it cannot wait for one that is gone.
+//
+// The sums are those of gemv.cu to the bit: exact int32 dots of groups of 32, pieces of 128 inputs accumulated in
+// ascending order, pieces added in ascending order; norms, activation codes and attention as in decode.cu, pointwise.cu
+// and attention_few.cuh.
+//
+// Needs the bulk copies of compute capability 9.0, and more shared memory than 12.0 gives a block; elsewhere the kernel is
+// empty and never launched.
+
+enum Counter { kLeft, kEpoch, kNumCounters };
+constexpr int kCounterStride = 32;     // words between counters: one to a cache line
+constexpr int kMostSetsAtOnce = 4;
+
+// Addresses of one layer beside its matrices, in the order the host writes them.
+enum LayerPointer { kInputNorm, kPostNorm, kQNorm, kKNorm, kKeys, kValues, kLayerPointers };
+
+// Everything a token needs; host and kernel share the order through the kernel's parameters.
+struct Token {
+    const u8* copy_maps;               // [4 * layers + 1][codes, scales] tensor maps of 128 bytes
+    const u64* pointers;               // [layers][kLayerPointers]
+    const int* cuts;                   // [kNumKinds] Cut
+    const float* final_norm_k;
+    const float* h_k;                  // the embedded row
+    u64 *h_words, *qkv_words, *attended_words, *product_words;      // flagged; of codes: all codes, then all scales
+    float* logits_v;
+    u32* counters;
+    int num_layers, num_slots, hidden, num_kv_heads, work_bytes;
+    RowAttention attention;            // of no layer yet
+};
+
+// Dynamic shared memory in bytes from its start; `work` is what one stage at a time needs, attention or linear.
+struct Room {
+    int barriers, own_h, pointers, cuts, work;
+};
+
+__device__ inline u32 load_acquire(const u32* at) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+// Activation codes of a block in shared memory.
+struct Codes {
+    i8* codes;
+    float* scales;
+};
+
+// Sums of an item for four columns, complete in lanes 24 on: each lane makes the exact dots and factors of its group, and
+// the sums are carried on from the lanes of one group to those of the next.
+template <typename Weights>
+__device__ inline float4 sum_item(const typename Ring<Weights>::Part& part, const Codes& x, int piece) {
+    const int lane = threadIdx.x % kWarp, group = piece * kGroupsPerPiece + lane / 8;
+    const uint4* codes = (const uint4*)(x.codes + group * kGroup);
+    const uint4 low = codes[0], high = codes[1];
+    const u32 x_words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float x_scale = x.scales[group];
+    const uint2 pairs = part.scales;
+    const u16 scales[4] = {(u16)pairs.x, (u16)(pairs.x >> 16), (u16)pairs.y, (u16)(pairs.y >> 16)};
+    constexpr int kWords = Weights::kWordsPerGroup;
+    float terms[4], factors[4], sums[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        u32 words[kWords];
+#pragma unroll
+        for (int r = 0; r < kWords; ++r)
+            words[r] = c == 0 ? part.words[r].x : c == 1 ? part.words[r].y : c == 2 ? part.words[r].z : part.words[r].w;
+        terms[c] = (float)Weights::dot(words, x_words);
+        factors[c] = mul_rn(x_scale, half_to_float(scales[c]));
+        sums[c] = fma_rn(terms[c], factors[c], 0.0f);
+    }
+#pragma unroll
+    for (int g = 1; g < kGroupsPerPiece; ++g)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const float carried = __shfl_up_sync(0xffffffffu, sums[c], 8);
+            if (lane / 8 == g) sums[c] = fma_rn(terms[c], factors[c], carried);
+        }
+    return make_float4(sums[0], sums[1], sums[2], sums[3]);
+}
+
+// Sums of all pieces of this block's sets. Piece sums of several sets at a time go to one of two buffers of `sums` in
+// turn; then a warp a set adds its pieces and gives each lane's total, and that of its up column if it has one, to
+// `finish(round, set, lane, total, up)`.
+template <typename Weights, typename Finish>
+__device__ inline void sum_sets(Ring<Weights>& ring, const Cut& cut, const Codes& x, float* sums, int sets_at_once,
+                                Finish finish) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, step = gridDim.x;
+    const int num_sets = cut.num_sets, num_items = cut.num_items, num_pieces = cut.num_pieces, width = cut.width();
+    const int column = lane % 8 * 4, items_are_pairs = cut.items_are_pairs, gate_up = cut.gate_up;
+    int round = 0, which = 0;
+    for (int first_set = blockIdx.x; first_set < num_sets; first_set += sets_at_once * step) {
+        float* buffer = sums + which * sets_at_once * num_pieces * width;
+        int count = 0;
+        for (int set = first_set; set < num_sets && count < sets_at_once; set += step, ++count)
+            for (int item = warp; item < num_items; item += kWarps) {
+                typename Ring<Weights>::Part part;
+                ring.take(part);
+                ring.fill();
+                const int piece = items_are_pairs ? 2 * item + column / kColumns : item >> gate_up;
+                const float4 sum = sum_item<Weights>(part, x, piece);
+                const int to = (gate_up & item) * 2 * kColumns + (items_are_pairs ? column % kColumns : column);
+                if (lane >= 24) *(float4*)&buffer[(count * num_pieces + piece) * width + to] = sum;
+            }
+        __syncthreads();
+        if (warp < count) {
+            const float* from = buffer + warp * num_pieces * width + lane % width;
+            const int second = gate_up ? 2 * kColumns : 0;
+            float total = 0.0f, up = 0.0f;
+#pragma unroll 8
+            for (int piece = 0; piece < num_pieces; ++piece) {
+                total = add_rn(total, from[piece * width]);
+                up = add_rn(up, from[piece * width + second]);
+            }
+            finish(round + warp, first_set + warp * step, lane, total, up);
+        }
+        round += count, which ^= 1;
+    }
+}
+
+// Codes and scales of up to kAtOnce groups a warp, one value a lane each: quantize_in_group for group
+// `first` + g * kWarps, the divisions done once for all of them.
+template <int kAtOnce>
+__device__ inline void quantize_groups(int first, int num_groups, const float (&y)[kAtOnce], const Codes& to) {
+    const int lane = threadIdx.x % kWarp;
+    float inverse = 0.0f;
+    u32 amax_bits = 0;
+#pragma unroll
+    for (int g = 0; g < kAtOnce; ++g) {
+        const u32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(y[g]) & 0x7fffffffu);
+        if (lane == g) amax_bits = bits;
+    }
+    float scale = div_rn(__uint_as_float(amax_bits), 127.0f);
+    if (scale < kSmallestScale) scale = 0.0f;
+    if (scale != 0.0f) inverse = div_rn(1.0f, scale);
+#pragma unroll
+    for (int g = 0; g < kAtOnce; ++g) {
+        const int group = first + g * kWarps;
+        const float inverse_g = __shfl_sync(0xffffffffu, inverse, g);
+        if (group >= num_groups) break;
+        to.codes[group * kGroup + lane] = (i8)max(-127, min(127, __float2int_rn(mul_rn(y[g], inverse_g))));
+        if (lane == g) to.scales[group] = scale;
+    }
+}
+
+// RMSNorm of the residual row and its activation codes, by every block for itself: norm.cu's sum. A thread holds inputs
+// threadIdx.x + i * kThreads. The row is that of `epoch`, or the embedded one.
+template <int kParts>
+__device__ inline void norm_parts(const Token& token, const float* weight_k, bool is_first, u32 epoch, const Codes& to) {
+    __shared__ __align__(16) float scratch[kWarps];
+    const int k = token.hidden;
+    auto is_input = [&](int i) { return (int)threadIdx.x + i * kThreads < k; };
+    float weight[kParts], h[kParts];
+    auto load_weight = [&] {
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) weight[i] = is_input(i) ? __ldg(weight_k + threadIdx.x + i * kThreads) : 0.0f;
+    };
+    // Ahead of the row where there are registers for both.
+    if (kParts <= 4) load_weight();
+    if (is_first) {
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) h[i] = is_input(i) ? token.h_k[threadIdx.x + i * kThreads] : 0.0f;
+    } else {
+        const u64* from = token.h_words + threadIdx.x;
+#pragma unroll
+        for (int first = 0; first < kParts; first += 4) {
+            Word word[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (is_input(first + i)) word[i].load(from + (first + i) * kThreads);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u64* at = from + (first + i) * kThreads;
+                h[first + i] = is_input(first + i) ? __uint_as_float(word[i].await(at, epoch)) : 0.0f;
+            }
+        }
+    }
+    if (kParts > 4) load_weight();
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i)
+        if (is_input(i)) sum = fma_rn(h[i], h[i], sum);
+    sum = warp_sum(sum);
+    // The barrier at the end keeps this from the next norm's.
+    if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum = add_rn(sum, scratch[w]);
+    const float rstd = __frsqrt_rn(add_rn(div_rn(sum, (float)k), token.attention.eps));
+    const int num_groups = (k + kGroup - 1) / kGroup;
+    constexpr int kAtOnce = 4;
+#pragma unroll
+    for (int i = 0; i < kParts; i += kAtOnce) {
+        float y[kAtOnce];
+#pragma unroll
+        for (int g = 0; g < kAtOnce; ++g) y[g] = is_input(i + g) ? mul_rn(weight[i + g], mul_rn(h[i + g], rstd)) : 0.0f;
+        quantize_groups(threadIdx.x / kWarp + i * kWarps, num_groups, y, to);
+    }
+    __syncthreads();
+}
+
+__device__ inline void norm_codes(const Token& token, const float* weight_k, bool is_first, u32 epoch, const Codes& to) {
+    if (token.hidden <= 4 * kThreads) norm_parts<4>(token, weight_k, is_first, epoch, to);
+    else norm_parts<8>(token, weight_k, is_first, epoch, to);
+}
+
+// Codes that other blocks made, as flagged words.
+__device__ inline void await_codes(const u64* words, int num_groups, u32 epoch, const Codes& to) {
+    // They may come where the warps that add the last stage's pieces still read.
+    __syncthreads();
+    const int num_words = num_groups * (kGroup / 4), num_all = num_words + num_groups;
+    constexpr int kAtOnce = 4;
+    for (int first = threadIdx.x; first < num_all; first += kAtOnce * kThreads) {
+        Word word[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+            if (first + k * kThreads < num_all) word[k].load(words + first + k * kThreads);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            const int i = first + k * kThreads;
+            if (i >= num_all) break;
+            // The scales come right behind the codes, here too.
+            ((u32*)to.codes)[i] = word[k].await(words + i, epoch);
+        }
+    }
+    __syncthreads();
+}
+
+// This block's splits of a layer's attention, if it has any. Apart from its caller, so that nothing it could compute ahead of the layers is held throughout.
+template <int kHeadDim>
+__device__ __noinline__ void attend(const Token& token, const u64* pointers, int work_at, u32 epoch) {
+    extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];
+    const int num_units = token.num_kv_heads * token.attention.used_splits();
+    if ((int)blockIdx.x >= num_units) return;
+    __shared__ RowAttention a;         // not in registers, which keys and values take
+    if (threadIdx.x == 0) {
+        a = token.attention;
+        a.q_norm_d = (const float*)pointers[kQNorm], a.k_norm_d = (const float*)pointers[kKNorm];
+        a.k_hsd = (u16*)pointers[kKeys], a.v_hsd = (u16*)pointers[kValues];
+    }
+    // The warps that add the last stage's pieces may still be at it.
+    __syncthreads();
+    const FlaggedRow row = {token.qkv_words, epoch};
+    const int num_codes = token.num_kv_heads * a.queries_per_kv * kHeadDim;
+    const FlaggedCodes y = {token.attended_words, token.attended_words + num_codes / 4, epoch};
+    for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
+        FewRows<kHeadDim>& few = *(FewRows<kHeadDim>*)(bytes + work_at);
+        float* parts = (float*)(bytes + work_at + (sizeof(few) + 15) / 16 * 16);
+        const int split = unit / token.num_kv_heads, kv_head = unit % token.num_kv_heads;
+        attend_split_of_row<kHeadDim>(few, parts, a, row, y, split, kv_head, [] {});
+        __syncthreads();
+    }
+}
+
+template <typename Weights, int kHeadDim>
+__device__ inline void decode_token(const Token& given) {
+#if COPIES_IN_BULK
+    __shared__ Token token;
+    if (threadIdx.x == 0) token = given;
+    __syncthreads();
+    extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];
+    __shared__ Room room;
+    __shared__ u32 first_epoch;
+    // Between stages the rings' state lies here, not in registers that attention needs.
+    __shared__ typename Ring<Weights>::Place places[kWarps];
+    const int num_layers = token.num_layers, num_stages = 4 * num_layers + 1;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, hidden = token.hidden;
+    auto cut_of = [&](int kind) -> const Cut& { return ((const Cut*)(bytes + room.cuts))[kind]; };
+    auto counter = [&](int which) { return token.counters + which * kCounterStride; };
+    auto make_ring = [&] {
+        Ring<Weights> ring;
+        ring.copy_maps = token.copy_maps;
+        ring.cuts = (const Cut*)(bytes + room.cuts);
+        ring.slots = bytes + warp * token.num_slots * Ring<Weights>::kSlotBytes;
+        ring.barriers = shared_address(bytes + room.barriers) + warp * token.num_slots * 8;
+        ring.num_slots = token.num_slots, ring.num_stages = num_stages;
+        return ring;
+    };
+    if (threadIdx.x == 0) {
+        const int own_rounds = (((const Cut*)token.cuts)[kO].num_sets + gridDim.x - 1) / gridDim.x;
+        room.barriers = kWarps * token.num_slots * Ring<Weights>::kSlotBytes;
+        room.own_h = room.barriers + kWarps * token.num_slots * 8;
+        room.pointers = room.own_h + own_rounds * kWarp * 4;
+        room.cuts = room.pointers + num_layers * kLayerPointers * 8;
+        room.work = (room.cuts + kNumKinds * (int)sizeof(Cut) + 15) / 16 * 16;
+        first_epoch = load_acquire(counter(kEpoch));
+        for (int i = 0; i < kWarps * token.num_slots; ++i) init_barrier(shared_address(bytes + room.barriers) + i * 8);
+        publish_barriers();
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kNumKinds * (int)(sizeof(Cut) / 4); i += kThreads)
+        ((int*)(bytes + room.cuts))[i] = token.cuts[i];
+    for (int i = threadIdx.x; i < num_layers * kLayerPointers; i += kThreads)
+        ((u64*)(bytes + room.pointers))[i] = token.pointers[i];
+    __syncthreads();
+    {
+        Ring<Weights> ring = make_ring();
+        ring.start();
+        if (lane == 0) places[warp] = ring.at;
+    }
+    // The residual of the columns this block adds to: O and down are cut alike.
+    if (warp == 0) {
+        const Cut& cut = cut_of(kO);
+        for (int set = blockIdx.x, round = 0; set < cut.num_sets; set += gridDim.x, ++round) {
+            const int column = set * cut.set_columns + lane;
+            float* own = (float*)(bytes + room.own_h) + round * kWarp + lane;
+            if (lane < cut.width() && column < hidden) *own = token.h_k[column];
+        }
+    }
+
+    for (int stage = 0; stage < num_stages; ++stage) {
+        const int layer = stage / 4;
+        const int kind = stage == num_stages - 1 ? kLmHead : stage % 4;
+        auto pointers = [&] { return (const u64*)(bytes + room.pointers) + layer * kLayerPointers; };
+        // Words are written once a layer, those of the residual twice.
+        auto epoch = [&] { return first_epoch + layer + 1; };
+        auto h_epoch = [&] { return first_epoch + 2 * layer; };
+        if (kind == kO) attend<kHeadDim>(token, pointers(), room.work, epoch());
+        const Cut& cut = cut_of(kind);
+        if ((int)blockIdx.x >= cut.num_sets) continue;
+        const int num_groups = cut.num_groups, input_bytes = cut.input_bytes();
+        const Codes codes = {(i8*)(bytes + room.work), (float*)(bytes + room.work + num_groups * kGroup)};
+        if (kind == kO || kind == kDown) {
+            await_codes(kind == kO ? token.attended_words : token.product_words, num_groups, epoch(), codes);
+        } else {
+            const float* weight_k = kind == kLmHead ? token.final_norm_k
+                                                    : (const float*)pointers()[kind == kQkv ? kInputNorm : kPostNorm];
+            norm_codes(token, weight_k, stage == 0, h_epoch() + (kind == kGateUp), codes);
+        }
+        Ring<Weights> ring = make_ring();
+        ring.at = places[warp];
+        const int sets_at_once = min(kMostSetsAtOnce, (token.work_bytes - input_bytes) / (2 * 4 * cut.sums_of_set()));
+        sum_sets(ring, cut, codes, (float*)(bytes + room.work + input_bytes), sets_at_once,
+                 [&](int round, int set, int lane, float total, float up) {
+            const int column = set * cut.set_columns + lane;
+            const bool is_output = lane < cut.width() && column < cut.n;
+            if (kind == kGateUp) {
+                float scale;
+                const int code = quantize_in_group(silu_mul(total, up), scale);
+                const FlaggedCodes products = {token.product_words, token.product_words + cut.n / 8, epoch()};
+                products.put(set, code, scale);
+            } else if (kind == kO || kind == kDown) {
+                float* own = (float*)(bytes + room.own_h) + round * kWarp + lane;
+                if (is_output) {
+                    const float h = *own = add_rn(*own, total);
+                    publish(token.h_words + column, h, h_epoch() + (kind == kO ? 1 : 2));
+                }
+            } else if (kind == kQkv) {
+                if (is_output) publish(token.qkv_words + column, total, epoch());
+            } else if (is_output) {
+                token.logits_v[column] = total;
+            }
+        });
+        if (lane == 0) places[warp] = ring.at;
+        __syncwarp();
+    }
+    // The block that leaves last makes room for the next token's counts and flags.
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(counter(kLeft), 1) == gridDim.x - 1) {
+        *counter(kLeft) = 0;
+        *counter(kEpoch) = first_epoch + 2 * num_layers + 2;
+    }
+#endif
+}
+
+#define TOKEN(SUFFIX, WEIGHTS, HEAD_DIM)                                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                          \
+    decode_token_##SUFFIX(const u8* copy_maps, const u64* pointers, const int* cuts, const float* final_norm_k,        \
+                          const float* h_k, u64* h_words, u64* qkv_words, u64* attended_words, u64* product_words,     \
+                          float* logits_v, u32* counters, const float* cos_sd, const float* sin_sd,                    \
+                          const int* position, float* max_hs, float* sum_hs, float* out_hsd, int* arrived_h,           \
+                          int num_layers, int num_slots, int hidden, int num_kv_heads, int work_bytes, int k_column,   \
+                          int v_column, int queries_per_kv, int ctx, int num_splits, float scale, float eps) {         \
+        const Token token = {copy_maps, pointers, cuts, final_norm_k, h_k, h_words, qkv_words, attended_words,         \
+                             product_words, logits_v, counters, num_layers, num_slots, hidden, num_kv_heads,           \
+                             work_bytes,                                                                               \
+                             {nullptr, nullptr, cos_sd, sin_sd, nullptr, nullptr, max_hs, sum_hs, out_hsd, arrived_h,  \
+                              *position, k_column, v_column, queries_per_kv, ctx, num_splits, scale, eps}};            \
+        decode_token<WEIGHTS, HEAD_DIM>(token);                                                                        \
+    }

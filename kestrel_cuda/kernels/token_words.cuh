@@ -1,0 +1,54 @@
+// Words that carry a flag beside their data, by which the blocks of one launch hand values to one another: 32 bits each,
+// stored and loaded together. A reader polls the data itself. Knows nothing of what is handed on.
+
+__device__ inline void publish(u64* to, u32 data, u32 epoch) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(data), "r"(epoch) : "memory");
+}
+
+__device__ inline void publish(u64* to, float data, u32 epoch) { publish(to, __float_as_uint(data), epoch); }
+
+struct Word {
+    u32 data, flag;
+
+    __device__ void load(const u64* from) {
+        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(data), "=r"(flag) : "l"(from) : "memory");
+    }
+
+    __device__ u32 await(const u64* from, u32 epoch) {
+        while ((int)(flag - epoch) < 0) load(from);
+        return data;
+    }
+};
+
+// The projections of a row as flagged words.
+struct FlaggedRow {
+    const u64* words;
+    u32 epoch;
+
+    template <int kChannels>
+    __device__ void load(float (&x)[kChannels], int column, int count) const {
+        const int lane = threadIdx.x % kWarp;
+        const u64* from = words + column + lane;
+        Word word[kChannels];
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i)
+            if (lane + i * kWarp < count) word[i].load(from + i * kWarp);
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i)
+            x[i] = lane + i * kWarp < count ? __uint_as_float(word[i].await(from + i * kWarp, epoch)) : 0.0f;
+    }
+};
+
+// Activation codes as flagged words: four codes a word, and a word for each scale.
+struct FlaggedCodes {
+    u64 *codes, *scales;
+    u32 epoch;
+
+    __device__ void put(int group, int code, float scale) const {
+        const u32 byte = code & 0xff, lane = threadIdx.x % kWarp;
+        const u32 pair = byte | __shfl_down_sync(0xffffffffu, byte, 1) << 8;
+        const u32 word = pair | __shfl_down_sync(0xffffffffu, pair, 2) << 16;
+        if (lane % 4 == 0) publish(codes + group * (kGroup / 4) + lane / 4, word, epoch);
+        if (lane == 0) publish(scales + group, scale, epoch);
+    }
+};

@@ -1,0 +1,69 @@
+"""How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints; needs CuPy but no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrel_cuda.backends.base import DeviceWeight
+from kestrel_cuda.quant.packed import Element, PackedGeometry
+
+SHAPES = {"2b": (2048, 2048, 4096, 6144), "4b": (2560, 4096, 6144, 9728), "8b": (4096, 4096, 6144, 12288)}
+"""(hidden size, attended, joint projection, products of the MLP)"""
+
+VOCABULARY, HEAD_DIM, QUERIES_PER_KV, LAYERS = 151936, 128, 4, 36
+MULTIPROCESSORS, BLOCK_SHARED_BYTES, STATIC_BYTES = 132, 227 << 10, 1 << 10
+
+pytestmark = [
+    pytest.mark.parametrize("name", SHAPES),
+    pytest.mark.parametrize("element", [Element.INT8, Element.INT4]),
+]
+
+
+@pytest.fixture
+def token() -> Any:
+    """The module under test; skips where CuPy is missing."""
+    pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+    from kestrel_cuda.backends import cuda_token
+
+    return cuda_token
+
+
+@pytest.fixture
+def cuts(token: Any, element: Element, name: str) -> list[Any]:
+    """Of the joint projection, o, gate and up, down, and lm_head."""
+    hidden, attended, joint, products = SHAPES[name]
+    shapes = ((hidden, joint), (attended, hidden), (hidden, 2 * products), (products, hidden), (hidden, VOCABULARY))
+    weights = [DeviceWeight(PackedGeometry(element, k, n, 32), None, None) for k, n in shapes]
+    return [
+        token.cut_gate_up(weight) if i == 2 else token.cut_linear(weight, MULTIPROCESSORS)
+        for i, weight in enumerate(weights)
+    ]
+
+
+def test_every_column_and_piece_is_in_one_item(cuts: list[Any]) -> None:
+    for cut in cuts:
+        columns = cut.num_sets * cut.set_columns * (2 if cut.gate_up else 1)
+        assert 0 <= columns - cut.n < 32
+        assert cut.num_items * (2 if cut.items_are_pairs else 1) == cut.num_pieces * (2 if cut.gate_up else 1)
+        assert cut.num_groups == 4 * cut.num_pieces
+
+
+def test_two_items_fit_every_ring(token: Any, cuts: list[Any], element: Element) -> None:
+    fixed = token.table_bytes(cuts, LAYERS, MULTIPROCESSORS) + token.least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
+    slots = (BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (token.WARPS * (token.slot_bytes(element) + 8))
+    assert slots >= token.LEAST_SLOTS
+
+
+def test_the_outputs_that_add_to_the_residual_are_cut_alike(cuts: list[Any]) -> None:
+    """A block keeps the residual of its columns from one to the other."""
+    _, o, _, down, _ = cuts
+    assert (o.num_sets, o.set_columns) == (down.num_sets, down.set_columns)
+
+
+def test_no_block_has_much_more_to_sum_up_than_another(cuts: list[Any]) -> None:
+    """But for gate and up of the smallest model, where a set is a whole activation group."""
+    for cut in cuts:
+        rounds = cut.num_sets / MULTIPROCESSORS
+        assert -(-rounds // 1) <= (1.4 if cut.gate_up else 1.1) * rounds or rounds < 1
