@@ -1,7 +1,7 @@
 """Where a token's time goes: the token as it is decoded, the same in one launch a stretch, and each kind of step alone.
 
-Each is captured in one graph and replayed. A step's time alone is not its share of a token (neighbours overlap), but the
-sum over the whole token tells how much overlap there is. Prints one JSON object a context length.
+Each is captured in one graph and replayed. A step alone is not its share of a token (neighbours overlap), but the sum
+over the whole token tells how much overlap there is. Prints one JSON object a context length.
 
     PYTHONPATH=. python scripts/profile_decode.py CHECKPOINT [--quant q8_0] [--depths 64,512,8192]
 """
