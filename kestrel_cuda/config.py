@@ -100,6 +100,7 @@ class EngineConfig:
     `kv` None means f32 with `quant` none and f16 otherwise. `ctx` None means prompt + new tokens.
     `vram_bytes` None means what is free less a margin. `strip_cache` is a folder for packed weights, saved and found
     again; `host_keep` above 0 holds that many of a window's layers in host memory and reads the others from there.
+    `whole_token` decodes a token in one launch where a backend can; the bits are the same.
     """
 
     model: Path
@@ -118,6 +119,7 @@ class EngineConfig:
     vram_bytes: int | None = None
     cache_budget: CacheBudget = None
     prefill_chunk: int | None = None
+    whole_token: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

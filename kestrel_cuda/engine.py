@@ -200,6 +200,7 @@ class Engine:
             cache,
             max_rows=plan.prefill_chunk,
             quantized=quantized,
+            whole_token=config.whole_token,
         )
         self._state = self._sequence_state(backend, ctx)
         backend.synchronize()

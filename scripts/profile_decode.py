@@ -1,4 +1,4 @@
-"""Where a token's time goes: the token as it is decoded, the same in one launch a stretch, and each kind of step alone.
+"""Where a token's time goes: the token in a launch a stretch, in one launch, and each kind of step alone.
 
 Each is captured in one graph and replayed. A step alone is not its share of a token (neighbours overlap), but the sum
 over the whole token tells how much overlap there is. Prints one JSON object a context length.
@@ -47,7 +47,8 @@ def only(backend: CudaBackend, kept: tuple[str, ...]) -> dict[str, object]:
 
 def profile(engine: Engine, backend: CudaBackend, depth: int) -> dict[str, object]:
     """Microseconds of a whole token and of each kind of step with `depth` slots filled."""
-    assert engine._model is not None
+    model = engine._model
+    assert model is not None
     generation = engine.generate([1], 1)
     start = np.full(1, depth - 1, np.int32)
 
@@ -60,17 +61,17 @@ def profile(engine: Engine, backend: CudaBackend, depth: int) -> dict[str, objec
 
     backend.write(generation.state.position, start)
     result: dict[str, object] = {"depth": depth, "token_us": time_us(backend, submit_in_place)}
-    engine._model.forget_captures()
-    whole_token, backend.whole_token = backend.whole_token, lambda _: None  # type: ignore[method-assign,assignment]
-    result["token_in_stretches_us"] = time_us(backend, submit_in_place)
+    model.wants_whole_token = True
+    in_one_launch_us = time_us(backend, submit_in_place)
+    result["token_in_one_launch_us"] = in_one_launch_us if model.has_whole_token else None
+    model.wants_whole_token = False
+    model.forget_captures()
     for step in STEPS:
         saved = only(backend, (step,))
         result[f"{step}_us"] = time_us(backend, submit)
         for name, method in saved.items():
             setattr(backend, name, method)
         backend.write(generation.state.position, start)
-    backend.whole_token = whole_token  # type: ignore[method-assign]
-    engine._model.forget_captures()
     return result
 
 

@@ -87,6 +87,7 @@ class TextModel:
         *,
         max_rows: int,
         quantized: bool,
+        whole_token: bool = False,
     ) -> None:
         self.max_rows = max_rows
         self._backend = backend
@@ -113,7 +114,7 @@ class TextModel:
         self._mlp = backend.activation(max_rows, text.intermediate_size, quantized)
         self._captured: dict[tuple[int, int, int, int], tuple[Slab, Callable[[], None]]] = {}
         self._whole_token: WholeToken | None = None
-        self._asked_for_whole_token = False
+        self.wants_whole_token = whole_token
         self._final = backend.activation(LOGIT_ROWS, text.hidden_size, quantized)
         self.logits_mv = backend.zeros((LOGIT_ROWS, round_up(text.vocab_size, 4)), np.float32)
         backend.reserve_attention(self._heads, max_rows, cache.ctx)
@@ -149,8 +150,7 @@ class TextModel:
         """One row from its id to its logits, every weight resident to stay: in one launch where the backend has it."""
         slabs = [self._store.layer(layer) for layer in range(self._text.num_layers)]
         lm_head = self._store.lm_head()
-        if not self._asked_for_whole_token:
-            self._asked_for_whole_token = True
+        if self.wants_whole_token and self._whole_token is None:
             decoder = self._decoder(slabs, lm_head)
             self._whole_token = self._backend.whole_token(decoder) if decoder is not None else None
         self._backend.embed(self._fixed.embedding, state, self.h_mk, 1)
@@ -160,6 +160,11 @@ class TextModel:
         for layer, slab in enumerate(slabs):
             self._submit_layer(layer, slab, state, 1, num_slots)
         self._submit_logits(lm_head, self.h_mk, 1)
+
+    @property
+    def has_whole_token(self) -> bool:
+        """Whether tokens are decoded in one launch."""
+        return self._whole_token is not None
 
     def _decoder(self, slabs: list[Slab], lm_head: DeviceWeight) -> Decoder | None:
         if len(self._qkv_output.parts) > 1 or len(self._gate_up_output.parts) > 1:
@@ -231,7 +236,7 @@ class TextModel:
         self._captured.clear()
         if self._whole_token is not None:
             self._whole_token.close()
-        self._whole_token, self._asked_for_whole_token = None, False
+            self._whole_token = None
 
     def logits(self, rows_mk: Any, num_rows: int) -> None:
         """Logits of up to LOGIT_ROWS residual rows, into the first rows of `logits_mv`."""
