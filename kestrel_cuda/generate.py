@@ -113,6 +113,11 @@ class Generation:
         if self._stop_reason is None:
             self._stop_reason = "interrupt"
 
+    def abandon(self) -> None:
+        """Stop here after a failure, without waiting for a device that may have failed: the report says "error"."""
+        if self._stop_reason is None:
+            self._stop_reason = "error"
+
     def report(self) -> RunReport:
         """What the run did. Raises InternalError while it is still going."""
         if self._stop_reason is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-StopReason = Literal["eos", "length", "interrupt"]
+StopReason = Literal["eos", "length", "interrupt", "error"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kestrel_cli import flags, logits_file, options, signals
 from kestrel_cli.context import context_of
 from kestrel_cli.failures import failure_of
 from kestrel_cli.heard import Heard
-from kestrel_cli.output import Output, error_object
+from kestrel_cli.output import Output, StdoutClosed, error_object
 from kestrel_cli.prompt import ChatPrompt, IdsPrompt, Prompt, RawPrompt, read_prompt, standard_input
 from kestrel_cli.result import run_result
 from kestrel_cli.settings import Settings
@@ -124,14 +124,15 @@ def _answer(
     tokens, ended_by = _stream(generation, output)
     # From here on a signal waits: what the run has is printed before it ends.
     with signals.held():
-        run = generation.report()
+        run = _report(generation, ended_by)
         output.model_text(_closing_text(run, tokens))
         output.text(_token_ids_line(run))
         heard.add((), run.warnings)
         if ended_by is None:
             ended_by = _failure_afterwards(generation, run, settings)
         elif settings[options.LOGITS] is not None:
-            heard.warn(f"{settings[options.LOGITS]}: not written, the run was interrupted")
+            how = "was interrupted" if run.stop_reason == "interrupt" else "broke off"
+            heard.warn(f"{settings[options.LOGITS]}: not written, the run {how}")
         result = run_result(load, run, settings, heard)
         if ended_by is not None and run.stop_reason != "interrupt":
             failure = failure_of(ended_by)
@@ -180,8 +181,18 @@ def _logits_wanted(settings: Settings) -> Literal["none", "hash", "keep"]:
     return "hash" if settings[options.JSON] else "none"
 
 
+def _report(generation: Generation, ended_by: BaseException | None) -> RunReport:
+    """What the run did; after a failure that leaves nothing to ask the device, that failure is raised."""
+    try:
+        return generation.report()
+    except Exception:
+        if ended_by is None or isinstance(ended_by, KeyboardInterrupt):
+            raise
+        raise ended_by from None
+
+
 def _stream(generation: Generation, output: Output) -> tuple[list[Token], BaseException | None]:
-    """Print the answer as it comes; a signal ends it early and is handed back."""
+    """Print the answer as it comes; a signal, or a failure after the first id, ends it early and is handed back."""
     tokens: list[Token] = []
     try:
         for token in generation:
@@ -191,6 +202,13 @@ def _stream(generation: Generation, output: Output) -> tuple[list[Token], BaseEx
     except KeyboardInterrupt as interrupt:
         generation.interrupt()
         return tokens, interrupt
+    except StdoutClosed:
+        raise
+    except Exception as failure:
+        if not tokens:
+            raise
+        generation.abandon()
+        return tokens, failure
     return tokens, None
 
 

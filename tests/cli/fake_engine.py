@@ -120,6 +120,9 @@ class FakeGeneration:
     def interrupt(self) -> None:
         self._stop_reason = "interrupt"
 
+    def abandon(self) -> None:
+        self._stop_reason = "error"
+
     def report(self) -> RunReport:
         times = tuple(token.time_ms for token in self._tokens[1:])
         return RunReport(

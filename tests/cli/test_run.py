@@ -13,6 +13,7 @@ import pytest
 from kestrel_cli.prompt import BUILT_IN_QUESTION
 from kestrel_cuda.errors import CheckpointError, DeviceError, InternalError
 from tests.cli.conftest import CommandLine
+from tests.cli.fake_engine import FakeGeneration
 
 TEXT = "Hello, wörld"
 IDS = [10, 11, 12, 99]
@@ -201,13 +202,32 @@ def test_every_failure_has_its_exit_code(
     ran = kestrel("run", "hi", "--quiet", **fields)
     assert ran.exit_code == exit_code
     assert ran.err == f"kestrel-cuda: {message}\n"
-    assert ran.out == ("" if when == "load" else "Hello")
+    assert ran.out == ("" if when == "load" else "Hello\nTOKIDS: 10\n"), "what there was of the answer is not lost"
     assert ran.engine is not None
     assert ran.engine.closed
 
     as_json = kestrel("run", "hi", "--json", **fields)
     assert as_json.exit_code == exit_code
-    assert as_json.json == {"error": {"kind": kind, "message": message}}
+    assert as_json.json["error"] == {"kind": kind, "message": message}
+    if when == "load":
+        assert as_json.json.keys() == {"error"}
+    else:
+        assert as_json.json.keys() == {*JSON_KEYS, "error"}
+        assert (as_json.json["ids"], as_json.json["stop_reason"]) == ([10], "error")
+
+
+@pytest.mark.parametrize("failure", [IndexError("x"), DeviceError("x")])
+def test_a_failure_that_leaves_nothing_to_report_is_the_one_that_is_told(
+    kestrel: CommandLine, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(generation: FakeGeneration) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(FakeGeneration, "report", fail)
+    ran = kestrel("run", "hi", "--quiet", fail_at_step=1, failure=failure)
+    assert ran.out == "Hello"
+    assert "the device is gone" not in ran.err
+    assert ran.err.endswith("x\n")
 
 
 @pytest.mark.parametrize(("failure", "shown"), [(IndexError("x"), True), (DeviceError("x"), False)])

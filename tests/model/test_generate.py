@@ -102,6 +102,15 @@ class TestStopping:
         assert np.array_equal(generation.step_logits, expected.step_logits[:3])
         assert generate(engine, random_ids(6), 9).digest == expected.digest, "and the engine is as before"
 
+    def test_abandoned(self, load: Load, t0: Path) -> None:
+        generation = load(t0).generate(random_ids(6), 9, ignore_eos=True)
+        tokens = iter(generation)
+        taken = [next(tokens).token_id for _ in range(3)]
+        generation.abandon()
+        report = generation.report()
+        assert (report.stop_reason, list(report.ids)) == ("error", taken)
+        assert list(tokens) == []
+
     def test_interrupted_before_the_first_id(self, load: Load, t0: Path) -> None:
         generation = load(t0).generate(random_ids(6), 9)
         generation.interrupt()
