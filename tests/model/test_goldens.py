@@ -22,7 +22,9 @@ from tests.compare import assert_close
 from tests.engines import generate
 
 ORACLE = Path(__file__).resolve().parents[1] / "data" / "oracle"
-GOLDENS = sorted(f"{path.parent.name}/{path.stem}" for path in ORACLE.glob("golden/*/*-*.npz"))
+GOLDENS = sorted(
+    f"{path.parent.name}/{path.stem}" for kind in ("text", "raw") for path in ORACLE.glob(f"golden/*/{kind}-*.npz")
+)
 CHECKPOINTS = sorted(path.name for path in (ORACLE / "checkpoints").iterdir())
 CTX = 320
 HIDDEN, FINAL_NORM, LOGITS = 1.5e-3, 8e-4, 3e-3

@@ -75,7 +75,7 @@ def test_far_positions_stay_within_float32_angles() -> None:
 
 
 def test_text_positions_are_the_goldens(oracle: Path) -> None:
-    paths = sorted(oracle.glob("golden/*/*-*.npz"))
+    paths = sorted(oracle.glob("golden/*/text-*.npz"))
     assert paths
     for path in paths:
         with np.load(path) as golden:
