@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from kestrel_cuda.errors import SettingError
 
@@ -35,18 +35,62 @@ class TextConfig:
         return self.num_kv_heads * self.head_dim
 
 
+Grid: TypeAlias = tuple[int, int, int]
+"""A picture or a video in patches: frame pairs, rows, columns."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Shape and constants of the vision tower. `deepstack_blocks` are the blocks, counted from 0, after which features
+    are taken: the feature after `deepstack_blocks[i]` goes through deepstack merger i."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    position_side: int
+    deepstack_blocks: tuple[int, ...]
+    rope_theta: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_inputs(self) -> int:
+        """Values in a row of pixels: one patch, every channel and frame of it."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Inputs of a merger: the patches of one token side by side."""
+        return self.patches_per_token * self.hidden_size
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Tokens that a picture or a video of `grid` takes in the prompt."""
+        return grid[0] * grid[1] * grid[2] // self.patches_per_token
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A checkpoint's config.json in this project's words.
 
-    `vision` is the checkpoint's own vision_config, unread until pictures are supported; None for a text-only
-    checkpoint. `eos_ids` are the ids config.json alone names.
+    `vision` is None for a text-only checkpoint. `eos_ids` are the ids config.json alone names.
     """
 
     architecture: str
     text: TextConfig
     tie_word_embeddings: bool
-    vision: dict[str, object] | None
+    vision: VisionConfig | None
     image_token_id: int | None
     video_token_id: int | None
     eos_ids: tuple[int, ...] = ()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from pathlib import Path
 
 from kestrel_cuda.checkpoint.files import printable
 from kestrel_cuda.checkpoint.json_file import JsonObject, read_json, shown
-from kestrel_cuda.config import ModelConfig, TextConfig
+from kestrel_cuda.config import ModelConfig, TextConfig, VisionConfig
 from kestrel_cuda.errors import CheckpointError
 
 SUPPORTED_ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+
+VISION_ROPE_THETA = 10000.0
+"""The tower's rotary base, which checkpoints of transformers 4 do not name (modeling_qwen3_vl.py has it)."""
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -27,12 +31,13 @@ def read_config(path: Path) -> ModelConfig:
         raise root.missing("text_config")
     for section in (root, text):
         _check_unquantized(section)
+    text_config = _text_config(text, defaults)
     vision = root.child("vision_config")
     return ModelConfig(
         architecture=SUPPORTED_ARCHITECTURE,
-        text=_text_config(text, defaults),
+        text=text_config,
         tie_word_embeddings=_tied(root, text, defaults),
-        vision=None if vision is None else dict(vision.values),
+        vision=None if vision is None else _vision_config(vision, text_config, defaults),
         image_token_id=None if vision is None else root.integer("image_token_id"),
         video_token_id=None if vision is None else root.integer("video_token_id"),
         eos_ids=tuple(dict.fromkeys(text.ids("eos_token_id") + root.ids("eos_token_id"))),
@@ -107,6 +112,57 @@ def _rope(text: JsonObject, defaults: list[str]) -> tuple[float, tuple[int, int,
     if len(section) != 3:
         raise rope.wrong("mrope_section", "three whole numbers (temporal, height, width)")
     return theta, (section[0], section[1], section[2])
+
+
+def _vision_config(vision: JsonObject, text: TextConfig, defaults: list[str]) -> VisionConfig:
+    if _with_default(vision, "hidden_act", "gelu_pytorch_tanh", defaults) != "gelu_pytorch_tanh":
+        raise vision.wrong("hidden_act", '"gelu_pytorch_tanh": no other activation of the tower is supported')
+    num_positions = vision.integer("num_position_embeddings")
+    config = VisionConfig(
+        depth=vision.integer("depth"),
+        hidden_size=vision.integer("hidden_size"),
+        num_heads=vision.integer("num_heads"),
+        intermediate_size=vision.integer("intermediate_size"),
+        out_hidden_size=vision.integer("out_hidden_size"),
+        in_channels=vision.integer("in_channels"),
+        patch_size=_patch_size(vision),
+        temporal_patch_size=vision.integer("temporal_patch_size"),
+        merge_size=vision.integer("spatial_merge_size"),
+        position_side=isqrt(num_positions),
+        deepstack_blocks=vision.integers("deepstack_visual_indexes"),
+        rope_theta=_vision_rope_theta(vision, defaults),
+    )
+    if config.hidden_size % config.num_heads:
+        raise vision.wrong("num_heads", f"a divisor of hidden_size ({config.hidden_size})")
+    if config.head_dim % 4:
+        raise vision.wrong("num_heads", f"such that hidden_size ({config.hidden_size}) over it is a multiple of 4")
+    if config.position_side**2 != num_positions:
+        raise vision.wrong("num_position_embeddings", "the square of a whole number")
+    if config.out_hidden_size != text.hidden_size:
+        raise vision.wrong("out_hidden_size", f"the decoder's hidden_size ({text.hidden_size})")
+    blocks = config.deepstack_blocks
+    if len(set(blocks)) != len(blocks) or any(block >= config.depth for block in blocks):
+        raise vision.wrong("deepstack_visual_indexes", f"different blocks below depth ({config.depth})")
+    return config
+
+
+def _vision_rope_theta(vision: JsonObject, defaults: list[str]) -> float:
+    rope = vision.child("rope_parameters")
+    if rope is None:
+        return VISION_ROPE_THETA
+    if _with_default(rope, "rope_type", "axial", defaults) != "axial":
+        raise rope.wrong("rope_type", '"axial": no other kind of rotary embedding of the tower is supported')
+    return rope.number("rope_theta")
+
+
+def _patch_size(vision: JsonObject) -> int:
+    """A patch side given as one number or as two equal ones."""
+    if not isinstance(vision.get("patch_size"), list):
+        return vision.integer("patch_size")
+    sides = vision.integers("patch_size")
+    if len(sides) != 2 or sides[0] != sides[1] or sides[0] < 1:
+        raise vision.wrong("patch_size", "one whole number, or two equal ones")
+    return sides[0]
 
 
 def _check_agree(first: JsonObject, second: JsonObject) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-from kestrel_cuda.checkpoint.json_file import JsonObject
-from kestrel_cuda.config import TextConfig
+from kestrel_cuda.config import TextConfig, VisionConfig
 from kestrel_cuda.weight_keys import Projection, WeightKey
 
 Shape = tuple[int, ...]
@@ -23,6 +22,8 @@ VISION_MERGER_PREFIX = VISION_PREFIX + "deepstack_merger_list."
 EMBEDDING = TEXT_PREFIX + "embed_tokens.weight"
 FINAL_NORM = TEXT_PREFIX + "norm.weight"
 LM_HEAD_WEIGHT = "lm_head.weight"
+PATCH_EMBED = VISION_PREFIX + "patch_embed.proj"
+POSITION_TABLE = VISION_PREFIX + "pos_embed.weight"
 
 _PROJECTIONS = {
     Projection.Q: "self_attn.q_proj",
@@ -54,6 +55,25 @@ class Norm(StrEnum):
     K = "self_attn.k_norm"
 
 
+class BlockPart(StrEnum):
+    """The linears and norms of a vision block, by the module's name; each has a weight and a bias."""
+
+    NORM1 = "norm1"
+    QKV = "attn.qkv"
+    PROJ = "attn.proj"
+    NORM2 = "norm2"
+    FC1 = "mlp.linear_fc1"
+    FC2 = "mlp.linear_fc2"
+
+
+class MergerPart(StrEnum):
+    """The norm and the linears of a merger, by the module's name; each has a weight and a bias."""
+
+    NORM = "norm"
+    FC1 = "linear_fc1"
+    FC2 = "linear_fc2"
+
+
 def linear_name(key: WeightKey) -> str:
     """The tensor of one plain weight. Raises KeyError for a fused one, which no checkpoint stores."""
     if key.projection is Projection.LM_HEAD:
@@ -64,6 +84,17 @@ def linear_name(key: WeightKey) -> str:
 def norm_name(layer: int, norm: Norm) -> str:
     """The tensor of one norm of a decoder layer."""
     return f"{LAYER_PREFIX}{layer}.{norm}.weight"
+
+
+def block_part_name(block: int, part: BlockPart) -> str:
+    """One module of a vision block; `.weight` and `.bias` make its tensors."""
+    return f"{VISION_BLOCK_PREFIX}{block}.{part}"
+
+
+def merger_part_name(merger: int | None, part: MergerPart) -> str:
+    """One module of a deepstack merger, or of the final one for None; `.weight` and `.bias` make its tensors."""
+    prefix = f"{VISION_PREFIX}merger." if merger is None else f"{VISION_MERGER_PREFIX}{merger}."
+    return prefix + part
 
 
 def canonical(stored_name: str) -> str:
@@ -105,43 +136,35 @@ def text_shapes(text: TextConfig) -> dict[str, Shape]:
     return shapes
 
 
-def vision_shapes(vision: JsonObject) -> dict[str, Shape]:
-    """Every tensor of the vision tower, with its shape. Raises CheckpointError when vision_config lacks a value."""
-    hidden, intermediate = vision.integer("hidden_size"), vision.integer("intermediate_size")
-    patch, frames = _square(vision, "patch_size"), vision.integer("temporal_patch_size")
-    merged = hidden * vision.integer("spatial_merge_size") ** 2
-    out = vision.integer("out_hidden_size")
-
+def vision_shapes(vision: VisionConfig) -> dict[str, Shape]:
+    """Every tensor of the vision tower, with its shape."""
+    hidden, merged, patch = vision.hidden_size, vision.merged_size, vision.patch_size
     shapes: dict[str, Shape] = {
-        "patch_embed.proj.weight": (hidden, vision.integer("in_channels"), frames, patch, patch),
-        "patch_embed.proj.bias": (hidden,),
-        "pos_embed.weight": (vision.integer("num_position_embeddings"), hidden),
+        PATCH_EMBED + ".weight": (hidden, vision.in_channels, vision.temporal_patch_size, patch, patch),
+        PATCH_EMBED + ".bias": (hidden,),
+        POSITION_TABLE: (vision.position_side**2, hidden),
     }
-    for block in range(vision.integer("depth")):
-        prefix = f"blocks.{block}."
-        shapes |= _affine(prefix + "norm1", hidden) | _affine(prefix + "norm2", hidden)
-        shapes |= _affine(prefix + "attn.qkv", 3 * hidden, hidden) | _affine(prefix + "attn.proj", hidden, hidden)
-        shapes |= _affine(prefix + "mlp.linear_fc1", intermediate, hidden)
-        shapes |= _affine(prefix + "mlp.linear_fc2", hidden, intermediate)
-    # The final merger normalises each patch before the 2x2 concatenation, the deepstack ones after it.
-    mergers = {"merger.": hidden}
-    mergers |= {f"deepstack_merger_list.{i}.": merged for i in range(len(vision.integers("deepstack_visual_indexes")))}
-    for prefix, normed in mergers.items():
-        shapes |= _affine(prefix + "norm", normed)
-        shapes |= _affine(prefix + "linear_fc1", merged, merged) | _affine(prefix + "linear_fc2", out, merged)
-    return {VISION_PREFIX + name: shape for name, shape in shapes.items()}
+    for block in range(vision.depth):
+        for part, shape in {
+            BlockPart.NORM1: (hidden,),
+            BlockPart.QKV: (3 * hidden, hidden),
+            BlockPart.PROJ: (hidden, hidden),
+            BlockPart.NORM2: (hidden,),
+            BlockPart.FC1: (vision.intermediate_size, hidden),
+            BlockPart.FC2: (hidden, vision.intermediate_size),
+        }.items():
+            shapes |= _affine(block_part_name(block, part), shape)
+    for merger in (None, *range(len(vision.deepstack_blocks))):
+        for merger_part, shape in {
+            # The final merger normalises each patch before they are put side by side, the deepstack ones after it.
+            MergerPart.NORM: (hidden,) if merger is None else (merged,),
+            MergerPart.FC1: (merged, merged),
+            MergerPart.FC2: (vision.out_hidden_size, merged),
+        }.items():
+            shapes |= _affine(merger_part_name(merger, merger_part), shape)
+    return shapes
 
 
-def _affine(name: str, num_outputs: int, *num_inputs: int) -> dict[str, Shape]:
-    """Weight and bias of a linear, or of a norm when there are no inputs."""
-    return {f"{name}.weight": (num_outputs, *num_inputs), f"{name}.bias": (num_outputs,)}
-
-
-def _square(vision: JsonObject, key: str) -> int:
-    """A patch side given as one number or as two equal ones."""
-    if not isinstance(vision.get(key), list):
-        return vision.integer(key)
-    sides = vision.integers(key)
-    if len(sides) != 2 or sides[0] != sides[1] or sides[0] < 1:
-        raise vision.wrong(key, "one whole number, or two equal ones")
-    return sides[0]
+def _affine(name: str, shape: Shape) -> dict[str, Shape]:
+    """Weight and bias of a linear or a norm."""
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}

@@ -29,7 +29,7 @@ from kestrel_cuda.checkpoint.names import (
     vision_shapes,
 )
 from kestrel_cuda.checkpoint.tensor_file import FLOAT_DTYPES, RawTensor
-from kestrel_cuda.config import ModelConfig
+from kestrel_cuda.config import ModelConfig, VisionConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.weight_keys import Projection, WeightKey
 
@@ -102,8 +102,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         notes.append("the checkpoint has no vision tower (model.visual.*): text only")
     else:
         vision = _vision_config(path, config)
-        _check_count(path, "vision_config.depth", vision.integer("depth"), VISION_BLOCK_PREFIX, locations)
-        num_mergers = len(vision.integers("deepstack_visual_indexes"))
+        _check_count(path, "vision_config.depth", vision.depth, VISION_BLOCK_PREFIX, locations)
+        num_mergers = len(vision.deepstack_blocks)
         _check_count(
             path, "vision_config.deepstack_visual_indexes, counted,", num_mergers, VISION_MERGER_PREFIX, locations
         )
@@ -135,10 +135,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _vision_config(path: Path, config: ModelConfig) -> JsonObject:
+def _vision_config(path: Path, config: ModelConfig) -> VisionConfig:
     if config.vision is None:
         raise CheckpointError(f"{path} stores a vision tower (model.visual.*) but config.json lacks vision_config")
-    return JsonObject(config.vision, path / "config.json", "vision_config.")
+    return config.vision
 
 
 def _check_count(path: Path, key: str, needed: int, prefix: str, names: Collection[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_cuda.checkpoint.config_json import read_config
+from kestrel_cuda.config import VisionConfig
 from kestrel_cuda.errors import CheckpointError
 from tests.checkpoints import edit_json
 
@@ -36,8 +37,22 @@ def test_values_are_the_files_own(oracle: Path) -> None:
     assert (text.rms_norm_eps, text.rope_theta, text.mrope_section) == (1e-3, 10000.0, (12, 10, 10))
     assert not model.tie_word_embeddings
     assert (model.image_token_id, model.video_token_id, model.eos_ids) == (626, 627, (616,))
-    assert model.vision is not None
-    assert model.vision["depth"] == 3
+    assert model.vision == VisionConfig(
+        depth=3,
+        hidden_size=48,
+        num_heads=3,
+        intermediate_size=100,
+        out_hidden_size=96,
+        in_channels=3,
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        position_side=5,
+        deepstack_blocks=(0, 2),
+        rope_theta=10000.0,
+    )
+    assert (model.vision.head_dim, model.vision.patch_inputs, model.vision.merged_size) == (16, 1536, 192)
+    assert model.vision.num_tokens((2, 4, 6)) == 12
     assert model.defaults_used == ()
 
 
@@ -190,6 +205,77 @@ def test_image_token_is_needed_with_a_vision_tower_only(config: Path) -> None:
     assert "lacks image_token_id" in error_of(config)
     edit_json(config, {}, ("vision_config",))
     assert read_config(config).vision is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "depth",
+        "hidden_size",
+        "num_heads",
+        "intermediate_size",
+        "out_hidden_size",
+        "in_channels",
+        "patch_size",
+        "temporal_patch_size",
+        "spatial_merge_size",
+        "num_position_embeddings",
+        "deepstack_visual_indexes",
+    ],
+)
+@pytest.mark.parametrize("as_null", [False, True])
+def test_a_missing_vision_key_is_named(config: Path, key: str, as_null: bool) -> None:
+    dotted = f"vision_config.{key}"
+    edit_json(config, {dotted: None} if as_null else {}, () if as_null else (dotted,))
+    assert f"lacks {dotted}" in error_of(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("depth", 0, "vision_config.depth is 0"),
+        ("depth", "4", 'vision_config.depth is "4"'),
+        ("hidden_size", 2.5, "vision_config.hidden_size is 2.5"),
+        ("num_heads", 3, "num_heads is 3; it has to be a divisor of hidden_size (64)"),
+        ("num_heads", 32, "num_heads is 32; it has to be such that hidden_size (64) over it is a multiple of 4"),
+        ("num_position_embeddings", 63, "num_position_embeddings is 63; it has to be the square"),
+        ("out_hidden_size", 64, "out_hidden_size is 64; it has to be the decoder's hidden_size (128)"),
+        ("deepstack_visual_indexes", 1, "vision_config.deepstack_visual_indexes is 1"),
+        ("deepstack_visual_indexes", [1, -1], "vision_config.deepstack_visual_indexes is [1, -1]"),
+        ("deepstack_visual_indexes", [1, 4], "is [1, 4]; it has to be different blocks below depth (4)"),
+        ("deepstack_visual_indexes", [1, 1], "is [1, 1]; it has to be different blocks below depth (4)"),
+        ("hidden_act", "gelu", 'vision_config.hidden_act is "gelu"'),
+        ("patch_size", [16, 8], "vision_config.patch_size is [16, 8]"),
+        ("patch_size", [16], "vision_config.patch_size is [16]"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, 'rope_type is "default"'),
+        ("rope_parameters", {"rope_type": "axial"}, "lacks vision_config.rope_parameters.rope_theta"),
+        ("rope_parameters", 7, "vision_config.rope_parameters is 7"),
+    ],
+)
+def test_a_vision_value_that_cannot_be_is_named(config: Path, key: str, value: object, named: str) -> None:
+    edit_json(config, {f"vision_config.{key}": value})
+    assert named in error_of(config)
+
+
+def test_patch_size_may_be_two_equal_numbers(config: Path) -> None:
+    before = read_config(config)
+    edit_json(config, {"vision_config.patch_size": [16, 16]})
+    assert read_config(config) == before
+
+
+def test_vision_values_are_the_files_own(config: Path, oracle: Path) -> None:
+    """In both spellings: transformers 5 writes rope_parameters."""
+    new = json.loads((oracle / "checkpoints/tiny-28L/config.json").read_text())["vision_config"]
+    assert new["rope_parameters"]["rope_type"] == "axial"
+    edit_json(config, {"vision_config.rope_parameters": {"rope_type": "axial", "rope_theta": 500}})
+    vision = read_config(config).vision
+    assert vision is not None
+    assert vision.rope_theta == 500
+    edit_json(config, {"vision_config.deepstack_visual_indexes": [3, 0]}, ("vision_config.hidden_act",))
+    model = read_config(config)
+    assert model.vision is not None
+    assert model.vision.deepstack_blocks == (3, 0)
+    assert model.defaults_used == ("vision_config.hidden_act = gelu_pytorch_tanh",)
 
 
 @pytest.mark.parametrize(

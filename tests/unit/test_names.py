@@ -7,18 +7,20 @@ from pathlib import Path
 import pytest
 
 from kestrel_cuda.checkpoint.config_json import read_config
-from kestrel_cuda.checkpoint.json_file import JsonObject
 from kestrel_cuda.checkpoint.names import (
     LM_HEAD_WEIGHT,
+    BlockPart,
+    MergerPart,
     Norm,
+    block_part_name,
     canonical,
     linear_name,
     linear_shape,
+    merger_part_name,
     norm_name,
     text_shapes,
     vision_shapes,
 )
-from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.weight_keys import LM_HEAD, Projection, WeightKey
 from tests.checkpoints import read_tensors
 
@@ -28,7 +30,7 @@ def test_needed_tensors_are_exactly_the_stored_ones(oracle: Path, name: str) -> 
     directory = oracle / "checkpoints" / name
     config = read_config(directory / "config.json")
     assert config.vision is not None
-    needed = text_shapes(config.text) | vision_shapes(JsonObject(config.vision, directory, "vision_config."))
+    needed = text_shapes(config.text) | vision_shapes(config.vision)
     if not config.tie_word_embeddings:
         needed[LM_HEAD_WEIGHT] = linear_shape(config.text, Projection.LM_HEAD)
     assert needed == {name: tensor.shape for name, tensor in read_tensors(directory).items()}
@@ -39,6 +41,13 @@ def test_names_of_weights_and_norms() -> None:
     assert linear_name(WeightKey(0, Projection.DOWN)) == "model.language_model.layers.0.mlp.down_proj.weight"
     assert linear_name(LM_HEAD) == "lm_head.weight"
     assert norm_name(1, Norm.K) == "model.language_model.layers.1.self_attn.k_norm.weight"
+
+
+def test_names_of_the_tower() -> None:
+    assert block_part_name(2, BlockPart.QKV) == "model.visual.blocks.2.attn.qkv"
+    assert block_part_name(0, BlockPart.FC2) == "model.visual.blocks.0.mlp.linear_fc2"
+    assert merger_part_name(None, MergerPart.NORM) == "model.visual.merger.norm"
+    assert merger_part_name(1, MergerPart.FC1) == "model.visual.deepstack_merger_list.1.linear_fc1"
 
 
 def test_a_fused_weight_has_no_name() -> None:
@@ -62,20 +71,3 @@ def test_a_fused_weight_has_no_name() -> None:
 )
 def test_spellings_of_other_exports(stored: str, name: str) -> None:
     assert canonical(stored) == name
-
-
-def test_patch_size_may_be_two_equal_numbers(oracle: Path) -> None:
-    path = oracle / "checkpoints/tiny-dense-tied/config.json"
-    vision = dict(read_config(path).vision or {})
-    as_number = vision_shapes(JsonObject(vision, path, "vision_config."))
-    assert vision_shapes(JsonObject(vision | {"patch_size": [16, 16]}, path, "vision_config.")) == as_number
-    with pytest.raises(CheckpointError, match=r"vision_config\.patch_size is \[16, 8\]"):
-        vision_shapes(JsonObject(vision | {"patch_size": [16, 8]}, path, "vision_config."))
-
-
-def test_a_missing_vision_value_is_named(oracle: Path) -> None:
-    path = oracle / "checkpoints/tiny-dense-tied/config.json"
-    vision = dict(read_config(path).vision or {})
-    del vision["out_hidden_size"]
-    with pytest.raises(CheckpointError, match=r"lacks vision_config\.out_hidden_size"):
-        vision_shapes(JsonObject(vision, path, "vision_config."))

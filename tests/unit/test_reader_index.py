@@ -120,8 +120,10 @@ def test_more_layers_than_are_stored(directory: Path, key: str, stored: str, cou
 
 
 def test_more_mergers_than_are_stored(directory: Path) -> None:
+    edit_json(directory / "config.json", {"vision_config.deepstack_visual_indexes": [0, 1, 2]})
+    assert "deepstack_visual_indexes, counted, is 3, but 2 are stored" in error_of(directory)
     edit_json(directory / "config.json", {"vision_config.deepstack_visual_indexes": [0] * 1000})
-    assert "is 1000, but" in error_of(directory)
+    assert "it has to be different blocks below depth (3)" in error_of(directory)
 
 
 @pytest.mark.parametrize("count", [10**18, 10**400])
