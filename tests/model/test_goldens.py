@@ -20,11 +20,9 @@ from kestrel_cuda.quant.grouped import dequantize, quantize, scheme_for
 from tests.checkpoints import Stored, copy, read_tensors, write_tensors
 from tests.compare import assert_close
 from tests.engines import generate
+from tests.goldens import ORACLE, checkpoint, golden, golden_names
 
-ORACLE = Path(__file__).resolve().parents[1] / "data" / "oracle"
-GOLDENS = sorted(
-    f"{path.parent.name}/{path.stem}" for kind in ("text", "raw") for path in ORACLE.glob(f"golden/*/{kind}-*.npz")
-)
+GOLDENS = golden_names("text", "raw")
 CHECKPOINTS = sorted(path.name for path in (ORACLE / "checkpoints").iterdir())
 CTX = 320
 HIDDEN, FINAL_NORM, LOGITS = 1.5e-3, 8e-4, 3e-3
@@ -32,16 +30,6 @@ SMALL_MARGIN = 2 * LOGITS
 EMBED, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
 
 Load = Callable[..., Engine]
-
-
-def golden(name: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    path = ORACLE / "golden" / name
-    with np.load(path.with_suffix(".npz")) as arrays:
-        return dict(arrays), json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-
-
-def checkpoint(name: str) -> Path:
-    return ORACLE / "checkpoints" / name.split("/")[0]
 
 
 def steps_before_a_small_margin(margins: NDArray[np.float32]) -> int:
