@@ -14,7 +14,7 @@ import numpy as np
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.backends.base import Backend, SequenceState
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
-from kestrel_cuda.checkpoint.reader import open_checkpoint
+from kestrel_cuda.checkpoint.reader import NOT_FINITE, open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.errors import CheckpointError, InputError, InternalError
@@ -23,7 +23,7 @@ from kestrel_cuda.inputs.chat import encode_chat
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from kestrel_cuda.inputs.vocabulary import check_encoded, check_vocabulary, end_ids
-from kestrel_cuda.load import NOT_FINITE, WeightLoader
+from kestrel_cuda.load import WeightLoader
 from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.rope import rotation_table, text_positions
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kestrel_cuda.backends.base import Backend, PackedTensor, SourceMatrix
-from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.checkpoint.reader import NOT_FINITE, Checkpoint
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.model.weights import DecoderWeights
@@ -22,8 +22,6 @@ from kestrel_cuda.residency.store import READ_THREADS, WeightStore
 from kestrel_cuda.residency.window import ResidencyWindow
 from kestrel_cuda.sizes import format_size
 from kestrel_cuda.weight_keys import WeightKey
-
-NOT_FINITE = "{} holds weights that are not finite; the checkpoint is damaged, fetch it again"
 
 OnLayer = Callable[[int, int], None]
 

@@ -33,6 +33,7 @@ from kestrel_cuda.config import ModelConfig, VisionConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.weight_keys import Projection, WeightKey
 
+NOT_FINITE = "{} holds weights that are not finite; the checkpoint is damaged, fetch it again"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _NEUTRAL_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
