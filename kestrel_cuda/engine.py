@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kestrel_cuda.backends import open_backend, open_best_backend
-from kestrel_cuda.backends.base import Backend, SequenceState
+from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import NOT_FINITE, open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
@@ -25,8 +26,12 @@ from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from kestrel_cuda.inputs.vocabulary import check_encoded, check_vocabulary, end_ids
 from kestrel_cuda.load import WeightLoader
 from kestrel_cuda.model.kv_cache import KvCache
-from kestrel_cuda.model.rope import rotation_table, text_positions
+from kestrel_cuda.model.prompt_positions import Visual, find_spans
+from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
+from kestrel_cuda.model.vision import HostTower, encode_all
+from kestrel_cuda.model.vision_weights import read_tower
+from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.plan import Plan, make_plan
 from kestrel_cuda.quant.packed import Element
@@ -59,7 +64,7 @@ class Engine:
         self._weights: DecoderWeights | None = None
         self._store: WeightStore | None = None
         self._model: TextModel | None = None
-        self._state: SequenceState | None = None
+        self._sequence: DeviceSequence | None = None
         self._load_ms = 0.0
         self._embed_host_bytes = 0
         self._read_gb_per_s: float | None = None
@@ -202,7 +207,7 @@ class Engine:
             quantized=quantized,
             whole_token=config.whole_token,
         )
-        self._state = self._sequence_state(backend, ctx)
+        self._sequence = DeviceSequence(backend, model.text, ctx)
         backend.synchronize()
         self._load_ms = (time.perf_counter() - started) * 1e3
         return LoadReport(
@@ -241,6 +246,14 @@ class Engine:
         self._model.forget_captures()
         self.backend.reset_peak()
 
+    def encode_visuals(self, visuals: Sequence[Visual], pixels_mk: NDArray[np.float32]) -> EncodedVisuals:
+        """Features of pictures and videos, which follow one another in `pixels_mk` as in the prompt."""
+        vision = self.checkpoint.config.vision
+        if self.checkpoint.text_only or vision is None:
+            raise InputError(f"{self.config.model} has no vision tower: it reads text only; leave the pictures out")
+        tower = HostTower(vision, read_tower(self.checkpoint, vision))
+        return EncodedVisuals(tuple(visuals), encode_all(tower, pixels_mk, [visual.grid for visual in visuals]))
+
     def generate(
         self,
         prompt_ids: Sequence[int],
@@ -248,15 +261,17 @@ class Engine:
         ignore_eos: bool = False,
         logits: LogitsWish = "none",
         observe: Observer | None = None,
+        encoded: EncodedVisuals | None = None,
     ) -> Generation:
         """A greedy continuation of `prompt_ids`, started when it is iterated.
 
-        Raises InputError for an empty prompt or one that the loaded context cannot hold with an id after it.
+        Raises InputError for an empty prompt, one that the loaded context cannot hold with an id after it, or one
+        whose image and video tokens are not those of `encoded`.
         """
         if (
             self._model is None
             or self._store is None
-            or self._state is None
+            or self._sequence is None
             or self.backend is None
             or self.plan is None
         ):
@@ -274,7 +289,7 @@ class Engine:
             self.backend,
             self._model,
             self._store,
-            self._state,
+            self._sequence,
             list(prompt_ids),
             max_new_tokens=min(max_new_tokens, room),
             stop_ids=frozenset() if ignore_eos else frozenset(self.end_ids),
@@ -287,13 +302,15 @@ class Engine:
             embed_host_bytes=self._embed_host_bytes,
             device_read_gb_per_s=self._read_gb_per_s,
             observe=observe,
+            encoded=encoded,
+            spans=find_spans(prompt_ids, encoded.visuals, self.checkpoint.config) if encoded else (),
         )
 
     def unload(self) -> None:
         """Give back everything `load` took."""
         if self.backend is not None:
             self.backend.close()
-        self.backend = self.plan = self._weights = self._store = self._model = self._state = None
+        self.backend = self.plan = self._weights = self._store = self._model = self._sequence = None
 
     close = unload
 
@@ -326,13 +343,3 @@ class Engine:
             for layer in range(self.checkpoint.config.text.num_layers)
         )
         return Unquantized(table, layers, norm(FINAL_NORM))
-
-    def _sequence_state(self, backend: Backend, ctx: int) -> SequenceState:
-        cos_sd, sin_sd = rotation_table(self.checkpoint.config.text, text_positions(ctx))
-        return SequenceState(
-            tokens=backend.zeros((ctx + 1,), np.int32),
-            position=backend.zeros((1,), np.int32),
-            chosen=backend.zeros((1,), np.int32),
-            cos_sd=backend.to_device(cos_sd),
-            sin_sd=backend.to_device(sin_sd),
-        )

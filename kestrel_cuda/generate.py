@@ -7,17 +7,20 @@ token's launches are captured once for each number of attention splits and repla
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Array, Backend, SequenceState
+from kestrel_cuda.backends.base import Array, Backend
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.inputs.tokenizer import TextStream
+from kestrel_cuda.model.prompt_positions import VisualSpan, prompt_positions
+from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LOGIT_ROWS, Observer, TextModel
+from kestrel_cuda.model.visual_rows import EncodedVisuals, PlacedVisuals
 from kestrel_cuda.quant.packed import round_up
 from kestrel_cuda.report import ResidencyReport, RunReport, StopReason, TimingReport, Token
 from kestrel_cuda.residency.store import WeightStore
@@ -39,7 +42,7 @@ class Generation:
         backend: Backend,
         model: TextModel,
         store: WeightStore,
-        state: SequenceState,
+        sequence: DeviceSequence,
         prompt_ids: list[int],
         *,
         max_new_tokens: int,
@@ -53,8 +56,11 @@ class Generation:
         embed_host_bytes: int = 0,
         device_read_gb_per_s: float | None = None,
         observe: Observer | None = None,
+        encoded: EncodedVisuals | None = None,
+        spans: Sequence[VisualSpan] = (),
     ) -> None:
-        self._backend, self._model, self._store, self.state = backend, model, store, state
+        self._backend, self._model, self._store = backend, model, store
+        self._sequence, self.state = sequence, sequence.state
         self._prompt_ids = prompt_ids
         self._max_new_tokens = max_new_tokens
         self._stop_ids = stop_ids
@@ -65,6 +71,7 @@ class Generation:
         self._load_ms, self._embed_host_bytes = load_ms, embed_host_bytes
         self._device_read_gb_per_s = device_read_gb_per_s
         self._observe = observe
+        self._encoded, self._spans = encoded, spans
 
         self._ids: list[int] = []
         self._text: list[str] = []
@@ -146,14 +153,15 @@ class Generation:
         hidden_sk = None
         if self._logits != "none":
             hidden_sk = backend.zeros((total, model.h_mk.shape[1]), np.float32)
-        backend.write(self.state.tokens[:total], np.array(self._prompt_ids, np.int32))
-        backend.write(self.state.position, np.zeros(1, np.int32))
+        placed, positions_3s = self._place_visuals()
+        self._sequence.start(self._prompt_ids, positions_3s)
         backend.synchronize()
         before = backend.mark()
         while self._position < total:
             rows = min(self._chunk, total - self._position)
             self._store.begin_pass()
-            model.forward(self.state, rows, self._position + rows, self._observe)
+            visual_rows = tuple(placed.rows(self._position, rows)) if placed else ()
+            model.forward(self.state, rows, self._position + rows, self._observe, visual_rows=visual_rows)
             if hidden_sk is not None:
                 backend.copy(hidden_sk[self._position : self._position + rows], model.h_mk[:rows])
             self._position += rows
@@ -163,7 +171,16 @@ class Generation:
         model.logits(model.h_mk[rows - 1 : rows], 1)
         backend.choose(model.logits_mv[0], self._num_ids, self.state, rows)
         self._prefill_ms = backend.elapsed_ms(before, after)
+        if placed:
+            placed.free()
         return before, hidden_sk
+
+    def _place_visuals(self) -> tuple[PlacedVisuals | None, NDArray[np.int64] | None]:
+        """The features of the prompt's pictures on the device, and the positions of its tokens; None for plain text."""
+        if self._encoded is None:
+            return None, None
+        placed = PlacedVisuals(self._backend, self._encoded.features, self._spans)
+        return placed, prompt_positions(len(self._prompt_ids), self._spans)
 
     def _decode(self) -> None:
         self._position += 1

@@ -291,6 +291,9 @@ class Backend(Protocol):
     def silu_mul(self, gate_up_mn: Array, up_column: int, out: Activation, num_rows: int) -> None:
         """silu(gate) * up, into whatever form `out` has."""
 
+    def add(self, target_mk: Array, rows_mk: Array) -> None:
+        """target += rows, in float32; both are contiguous."""
+
     # stretches of steps: backends/composed.py has them as sequences
 
     def norm_linear(

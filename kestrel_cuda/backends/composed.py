@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import (
     Activation,
@@ -19,11 +22,17 @@ from kestrel_cuda.backends.base import (
 class ComposedSteps:
     """The stretches of `Backend` for a class that has its steps."""
 
+    to_host: Callable[[Array], NDArray[Any]]
+    write: Callable[[Array, NDArray[Any]], None]
     norm: Callable[..., None]
     linear: Callable[..., None]
     silu_mul: Callable[..., None]
     rope_store: Callable[..., None]
     attend: Callable[..., None]
+
+    def add(self, target_mk: Array, rows_mk: Array) -> None:
+        """By way of the host: the same float32 sums as any other way."""
+        self.write(target_mk, self.to_host(target_mk) + self.to_host(rows_mk))
 
     def norm_linear(
         self,

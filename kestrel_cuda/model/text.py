@@ -6,7 +6,7 @@ everything stays on the device, in buffers allocated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from kestrel_cuda.backends.base import (
 )
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.kv_cache import KvCache
+from kestrel_cuda.model.visual_rows import VisualRows
 from kestrel_cuda.model.weights import DecoderWeights
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import round_up
@@ -126,15 +127,19 @@ class TextModel:
         num_slots: int,
         observe: Observer | None = None,
         *,
+        visual_rows: Sequence[VisualRows] = (),
         capture_layers: bool = False,
     ) -> None:
         """Run rows position .. position + num_rows through every layer, into `h_mk`.
 
         `num_slots` is position + num_rows as the host knows it, or more. `observe` is given each layer's residual
-        rows. With `capture_layers` a layer's launches are captured for each slab it is met in and replayed.
+        rows. `visual_rows` are the rows that stand for pictures. With `capture_layers` a layer's launches are captured
+        for each slab it is met in and replayed.
         """
         backend, h = self._backend, self.h_mk
         backend.embed(self._fixed.embedding, state, h, num_rows)
+        for visual in visual_rows:
+            backend.copy(h[visual.rows], visual.tokens_mk)
         if observe:
             observe("embed", backend.to_host(h[:num_rows]))
         for layer in range(self._text.num_layers):
@@ -143,6 +148,9 @@ class TextModel:
                 self._replay_layer(layer, slab, state, num_rows, num_slots)
             else:
                 self._submit_layer(layer, slab, state, num_rows, num_slots)
+            for visual in visual_rows:
+                if layer < len(visual.deepstack_mk):
+                    backend.add(h[visual.rows], visual.deepstack_mk[layer])
             if observe:
                 observe(f"layer {layer}", backend.to_host(h[:num_rows]))
 

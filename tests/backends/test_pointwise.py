@@ -60,6 +60,17 @@ class TestEmbed:
         assert_same_bits(got[:5], stored_values(table[tokens]).astype(np.float32), "embedding rows")
 
 
+class TestAdd:
+    @pytest.mark.parametrize("k", [1, 96, 2048])
+    def test_rows_are_added_in_float32(self, backend: Backend, k: int) -> None:
+        rows, added = normal(rng(k), 5, k), normal(rng(k + 1), 3, k, scale=1e-3)
+        h = backend.to_device(rows)
+        backend.add(h[1:4], backend.to_device(added))
+        got = backend.to_host(h)
+        assert_same_bits(got[[0, 4]], rows[[0, 4]], "rows around")
+        assert_same_bits(got[1:4], rows[1:4] + added, "sums")
+
+
 class TestSiluMul:
     def silu_mul(self, backend: Backend, gate: Floats, up: Floats, gap: int, quantized: bool) -> Activation:
         m, k = gate.shape
