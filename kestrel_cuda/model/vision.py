@@ -65,6 +65,8 @@ class HostTower:
         self._config, self._weights = config, weights
         self._observe = observe
 
+    # What overflows reaches the logits and is refused there, as for the decoder.
+    @np.errstate(all="ignore")
     def encode(self, pixels_mk: Rows, grid: Grid) -> VisionFeatures:
         """`VisionTower.encode`."""
         num_frames, num_rows, num_columns = grid
