@@ -1,1 +1,1 @@
-"""From what a user gives to token ids and back: tokenizer, conversation, chat template."""
+"""From what a user gives to what the model takes: tokenizer, conversation, chat template; pictures to patches."""

@@ -1,0 +1,217 @@
+"""A picture file to an upright RGB picture of 8 bits, and what was done to it in words. Knows nothing of the model.
+
+Orientation first, then alpha over white, then RGB: the order of the reference.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from kestrel_cuda.checkpoint.files import NotAFileError, open_plain, printable
+from kestrel_cuda.errors import InputError
+from kestrel_cuda.inputs.signatures import other_kind, picture_kind
+
+MAX_PICTURE_PIXELS = 178_956_970
+"""The most pixels a file may say it has; Pillow's own bound against files that are small and unpack without end."""
+
+READ_FORMATS = "PNG, JPEG, WebP, GIF, TIFF, BMP, AVIF, JPEG 2000 and PNM"
+# Named one by one: some of Pillow's others start a program (EPS) or take any bytes for theirs (TGA).
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PPM")
+
+_URL = re.compile(r"(?i)(https?|ftps?|file|s3|gs|hf|data):")
+_ORIENTATIONS = {
+    2: "mirrored left to right",
+    3: "turned by 180°",
+    4: "mirrored top to bottom",
+    5: "mirrored along its main diagonal",
+    6: "turned by 90° clockwise",
+    7: "mirrored along its other diagonal",
+    8: "turned by 90° counterclockwise",
+}
+_MODES = {"1": "black and white", "L": "grey", "P": "palette colours", "LA": "grey", "PA": "palette colours"}
+_START_BYTES = 512
+
+# Pillow reports what it finds odd there, and with no handler at all Python would write it to standard error.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An upright RGB picture. `notes` say what was done to what the file holds: turned, laid over white, converted."""
+
+    path: str
+    rgb: Image.Image
+    notes: tuple[str, ...] = ()
+
+    @property
+    def height(self) -> int:
+        return self.rgb.height
+
+    @property
+    def width(self) -> int:
+        return self.rgb.width
+
+
+def open_picture(source: Path | str) -> Picture:
+    """The picture in a file. Raises InputError, one line with the path, where there is none that can be used."""
+    path = str(source)
+    if _URL.match(path):
+        raise InputError(f"{printable(path)} is a URL, and only files are read; download it and give the file's path")
+    # What Pillow warns of is either an error here or no concern of the user's.
+    with _opened(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start = file.read(_START_BYTES)
+        if not start:
+            raise InputError(f"{path} is empty (0 bytes); a picture is needed: fetch it again")
+        file.seek(0)
+        with _decoding(path, start):
+            image = Image.open(file, formats=_FORMATS)
+            _check_size(path, *image.size)
+            return _picture(path, image)
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        return open_plain(path)
+    except NotAFileError as error:
+        raise InputError(f"{path} {error.strerror}; the path of a picture file is needed") from error
+    except FileNotFoundError as error:
+        what = "is a link to a file that does not exist" if Path(path).is_symlink() else "does not exist"
+        raise InputError(f"{path} {what}; check the path of the picture") from error
+    except ValueError as error:
+        raise InputError(f"{printable(path)} is no path ({error}); the path of a picture file is needed") from error
+    except OSError as error:
+        do = "allow this user to read it" if error.errno in (errno.EACCES, errno.EPERM) else "check the path"
+        raise InputError(f"{path} cannot be read: {error.strerror}; {do}") from error
+
+
+@contextmanager
+def _decoding(path: str, start: bytes) -> Iterator[None]:
+    """Whatever Pillow raises over the bytes of a file, as one line."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise InputError(_too_large(path, "too many")) from error
+    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more
+        kind = picture_kind(start)
+        if isinstance(error, UnidentifiedImageError):
+            if kind is None:
+                found = other_kind(start)
+                raise InputError(f"{path} is {found}, not a picture that is read; give {READ_FORMATS}") from error
+            reason = "its header cannot be read"
+        else:
+            reason = printable(str(error)) or type(error).__name__
+        size = Path(path).stat().st_size
+        raise InputError(
+            f"{path} is {kind or 'a picture'} that is cut off or damaged ({size} bytes): {reason}; fetch it again"
+        ) from error
+
+
+def _check_size(path: str, width: int, height: int) -> None:
+    if width * height > MAX_PICTURE_PIXELS:
+        raise InputError(_too_large(path, f"{height} x {width}"))
+    if width < 1 or height < 1:
+        raise InputError(f"{path} has {height} x {width} pixels (height x width); at least one is needed")
+
+
+def _too_large(path: str, found: str) -> str:
+    return f"{path} says it has {found} pixels; at most {MAX_PICTURE_PIXELS} are taken: scale it down"
+
+
+def _picture(path: str, image: Image.Image) -> Picture:
+    """A picture that was opened, loaded, upright and in RGB."""
+    notes: list[str] = []
+    num_frames = _num_frames(image)
+    if num_frames != 1:
+        notes.append(f"holds {num_frames or 'several'} frames, the first is taken")
+    upright, turned = _upright(image)
+    is_pnm = image.format == "PPM"
+    rgb, converted = _to_rgb(path, upright, is_pnm)
+    return Picture(path, rgb, (*notes, *turned, *converted))
+
+
+def _num_frames(image: Image.Image) -> int | None:
+    """How many frames a file holds, None where the later ones cannot be read: they are not needed."""
+    try:
+        return int(getattr(image, "n_frames", 1))
+    except Exception:
+        return None
+    finally:
+        image.seek(0)
+
+
+def _upright(image: Image.Image) -> tuple[Image.Image, list[str]]:
+    # A TIFF is turned, and its tag dropped, when it is loaded; a PNG's tag may come only then.
+    orientation = _orientation(image)
+    image.load()
+    orientation = orientation or _orientation(image)
+    try:
+        upright = ImageOps.exif_transpose(image)
+    except Exception:
+        # The picture itself is sound; the reference fails here, where viewers show it as it is stored.
+        return image, ["its EXIF data cannot be read, taken as stored"]
+    turned = _ORIENTATIONS.get(orientation)
+    return upright, [f"{turned} (EXIF orientation {orientation})"] if turned else []
+
+
+def _orientation(image: Image.Image) -> int:
+    """As EXIF has it, 0 where that says nothing that can be read."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:
+        return 0
+    return orientation if isinstance(orientation, int) else 0
+
+
+def _to_rgb(path: str, image: Image.Image, is_pnm: bool) -> tuple[Image.Image, list[str]]:
+    notes: list[str] = []
+    # Pillow has the 16 bits of a PNM in 32, and stretches fewer to them.
+    if image.mode.startswith("I;16") or (image.mode == "I" and is_pnm):
+        image = _high_bytes(image)
+        notes.append("16-bit grey, its high bytes taken")
+    elif image.mode in ("I", "F"):
+        _check_range(path, image)
+        notes.append("wide grey values, all within 8 bits")
+    elif image.mode in _MODES:
+        notes.append(f"{_MODES[image.mode]} converted to RGB")
+    elif image.mode not in ("RGB", "RGBA"):
+        notes.append(f"{image.mode} converted to RGB")
+    if image.has_transparency_data:
+        overlaid = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, overlaid).convert("RGB"), [*notes, "transparency laid over white"]
+    return image.convert("RGB"), notes
+
+
+def _high_bytes(image: Image.Image) -> Image.Image:
+    """16-bit grey in 8 bits. Pillow's own conversion clips at 255, which turns nearly every such picture white."""
+    values = np.asarray(image)
+    grey = Image.fromarray((values >> 8).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _check_range(path: str, image: Image.Image) -> None:
+    """Raise unless 32-bit values mean the same in 8 bits: which range they are in, no file says."""
+    values = np.asarray(image)
+    if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 255):
+        kind = "floating-point numbers" if image.mode == "F" else "whole numbers of 32 bits"
+        raise InputError(
+            f"{path} has {kind} for pixels, from {values.min():g} to {values.max():g}; "
+            "values from 0 to 255 are needed: save it with 8 or 16 bits"
+        )
