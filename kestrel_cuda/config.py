@@ -97,6 +97,42 @@ class ModelConfig:
     defaults_used: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ImageProcessorConfig:
+    """How a checkpoint wants its pictures: preprocessor_config.json in this project's words.
+
+    `min_pixels` and `max_pixels` bound the area that a picture is resized to, a video's area over all its frames.
+    Mean and deviation are a value a channel, taken after the multiplication by `rescale_factor`.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    rescale_factor: float
+
+    @property
+    def factor(self) -> int:
+        """Pixels along a side of what becomes one token: sizes are multiples of it."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.factor**2
+
+
+@dataclass(frozen=True)
+class VideoProcessorConfig(ImageProcessorConfig):
+    """The same for videos: video_preprocessor_config.json. A video file is sampled at `fps` frames a second."""
+
+    fps: float
+    min_frames: int
+    max_frames: int
+
+
 class Quant(StrEnum):
     """How the language model's linears are stored."""
 

@@ -1,0 +1,65 @@
+"""Pictures to the rows of patches that the vision tower takes: resize, normalize, cut. Knows no files and no tokens.
+
+The reference's Pillow path: 8-bit bicubic resize, then float32, each value as the reference rounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from kestrel_cuda.config import ImageProcessorConfig
+from kestrel_cuda.inputs.image_size import ImageSize, image_size
+from kestrel_cuda.inputs.pictures import Picture
+
+_CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Rows of (channel, frame, row, column), those of one token next to each other; `size` says how many of each."""
+
+    pixel_values: NDArray[np.float32]
+    size: ImageSize
+
+
+def image_patches(picture: Picture, rules: ImageProcessorConfig) -> Patches:
+    """The patches of one picture. Raises InputError for one that is too long for its width."""
+    size = image_size(picture.height, picture.width, rules, picture.path)
+    resized = resize(picture.rgb, size)
+    return Patches(cut([resized] * rules.temporal_patch_size, size, rules), size)
+
+
+def resize(rgb: Image.Image, size: ImageSize) -> NDArray[np.uint8]:
+    """The picture's pixels [height, width, channel] after the resize, still 8 bits each."""
+    return np.asarray(rgb.resize((size.width, size.height), resample=Image.Resampling.BICUBIC))
+
+
+def cut(frames_hwc: Sequence[NDArray[np.uint8]], size: ImageSize, rules: ImageProcessorConfig) -> NDArray[np.float32]:
+    """Patch rows of frames that have the size, as many as fill its temporal patches."""
+    grid_t, grid_h, grid_w = size.grid_thw
+    merge, patch, frames_a_patch = rules.merge_size, rules.patch_size, rules.temporal_patch_size
+    assert len(frames_hwc) == grid_t * frames_a_patch
+    values_cv = _values(rules)
+    blocks = (grid_h // merge, grid_w // merge, merge, merge)
+    patches = np.empty((grid_t, *blocks, _CHANNELS, frames_a_patch, patch, patch), np.float32)
+    for index, frame_hwc in enumerate(frames_hwc):
+        cells = frame_hwc.reshape(grid_h // merge, merge, patch, grid_w // merge, merge, patch, _CHANNELS)
+        ordered = cells.transpose(0, 3, 1, 4, 6, 2, 5)
+        group, slot = divmod(index, frames_a_patch)
+        for channel in range(_CHANNELS):
+            patches[group, ..., channel, slot, :, :] = values_cv[channel][ordered[..., channel, :, :]]
+    return patches.reshape(grid_t * grid_h * grid_w, -1)
+
+
+def _values(rules: ImageProcessorConfig) -> NDArray[np.float32]:
+    """What each of the 256 pixel values becomes in each channel: scaled in float64, the rest in float32."""
+    scaled = (np.arange(256, dtype=np.float64) * rules.rescale_factor).astype(np.float32)
+    mean = np.array(rules.image_mean, np.float32)[:, None]
+    deviation = np.array(rules.image_std, np.float32)[:, None]
+    values: NDArray[np.float32] = (scaled[None, :] - mean) / deviation
+    return values

@@ -1,0 +1,177 @@
+"""preprocessor_config.json and its like in every spelling, and every way to be refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kestrel_cuda.checkpoint.config_json import read_config
+from kestrel_cuda.checkpoint.processor_json import check_processor, read_image_processor, read_video_processor
+from kestrel_cuda.errors import CheckpointError
+from tests import checkpoints
+from tests.checkpoints import edit_json
+
+
+@pytest.fixture
+def directory(oracle: Path, tmp_path: Path) -> Path:
+    """An editable copy of a checkpoint whose limits are spelled as `size`."""
+    return checkpoints.copy(oracle / "checkpoints/tiny-dense-tied", tmp_path / "checkpoint")
+
+
+def error_of(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_image_processor(directory)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_values_are_the_files_own(directory: Path) -> None:
+    rules = read_image_processor(directory)
+    assert (rules.min_pixels, rules.max_pixels) == (4096, 32768)
+    assert (rules.patch_size, rules.temporal_patch_size, rules.merge_size) == (16, 2, 2)
+    assert (rules.image_mean, rules.image_std, rules.rescale_factor) == ((0.5,) * 3, (0.5,) * 3, 1 / 255)
+    assert (rules.factor, rules.pixels_per_token) == (32, 1024)
+
+
+def test_min_pixels_and_max_pixels_mean_the_same_as_size(oracle: Path, directory: Path) -> None:
+    narrow = read_image_processor(oracle / "checkpoints/tiny-dense-untied-sharded")
+    assert (narrow.min_pixels, narrow.max_pixels) == (1024, 16384)
+    path = directory / "preprocessor_config.json"
+    edit_json(path, {"size.shortest_edge": 1024, "size.longest_edge": 16384})
+    assert read_image_processor(directory) == narrow
+
+
+def test_of_both_spellings_min_pixels_and_max_pixels_count(directory: Path) -> None:
+    """As in the reference, one by one."""
+    edit_json(directory / "preprocessor_config.json", {"max_pixels": 8192, "min_pixels": None})
+    rules = read_image_processor(directory)
+    assert (rules.min_pixels, rules.max_pixels) == (4096, 8192)
+
+
+def test_what_transformers_5_saves(directory: Path) -> None:
+    before = read_image_processor(directory), read_video_processor(directory)
+    image = json.loads((directory / "preprocessor_config.json").read_text())
+    video = json.loads((directory / "video_preprocessor_config.json").read_text())
+    steps = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+    image |= {**steps, "resample": 3, "rescale_factor": 1 / 255, "min_pixels": None, "max_pixels": None}
+    both = {"image_processor": image, "video_processor": video, "processor_class": "Qwen3VLProcessor"}
+    (directory / "processor_config.json").write_text(json.dumps(both))
+    # The nested form is the one that counts, whatever else is there.
+    (directory / "preprocessor_config.json").write_text("{}")
+    (directory / "video_preprocessor_config.json").unlink()
+    assert (read_image_processor(directory), read_video_processor(directory)) == before
+
+
+def test_a_processor_config_without_the_nested_form_is_passed_over(directory: Path) -> None:
+    (directory / "processor_config.json").write_text('{"processor_class": "Qwen3VLProcessor"}')
+    assert read_image_processor(directory).max_pixels == 32768
+
+
+def test_no_limit_and_no_size_is_guessed(directory: Path) -> None:
+    (directory / "preprocessor_config.json").unlink()
+    assert "lacks preprocessor_config.json (or image_processor in processor_config.json)" in error_of(directory)
+    (directory / "video_preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks video_preprocessor_config\.json \(or video_processor in"):
+        read_video_processor(directory)
+
+
+@pytest.mark.parametrize("key", ["patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"])
+def test_a_missing_key_is_named(directory: Path, key: str) -> None:
+    edit_json(directory / "preprocessor_config.json", {}, drop=(key,))
+    assert f"preprocessor_config.json lacks {key};" in error_of(directory)
+
+
+@pytest.mark.parametrize(("key", "named"), [("shortest_edge", "(or min_pixels)"), ("longest_edge", "(or max_pixels)")])
+def test_a_missing_limit_is_named(directory: Path, key: str, named: str) -> None:
+    edit_json(directory / "preprocessor_config.json", {}, drop=(f"size.{key}",))
+    assert f"lacks size.{key} {named}" in error_of(directory)
+    edit_json(directory / "preprocessor_config.json", {}, drop=("size",))
+    assert "lacks size.shortest_edge (or min_pixels)" in error_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("size", 224, "size is 224; it has to be an object"),
+        ("size.shortest_edge", "65536", "size.shortest_edge is"),
+        ("size.shortest_edge", 0, "size.shortest_edge is 0"),
+        ("size.longest_edge", 4095, "4096 pixels at least and 4095 at most"),
+        ("max_pixels", 512, "4096 pixels at least and 512 at most"),
+        ("min_pixels", -1, "min_pixels is -1"),
+        ("max_pixels", 2**40, "at most 2147483647"),
+        ("patch_size", 0, "patch_size is 0"),
+        ("patch_size", [16, 16], "patch_size is [16, 16]"),
+        ("patch_size", 16.0, "patch_size is 16.0"),
+        ("merge_size", True, "merge_size is true"),
+        ("image_mean", [0.5, 0.5], "image_mean is [0.5, 0.5]; it has to be three numbers, one a channel"),
+        ("image_mean", ["a", 0, 0], "image_mean is"),
+        ("image_std", [0.5, 0.5, 0], "image_std is [0.5, 0.5, 0]; it has to be three numbers of at least 1e-06"),
+        ("image_std", float("nan"), "image_std is NaN"),
+        ("rescale_factor", 0, "rescale_factor is 0"),
+        ("do_resize", False, "do_resize is false; it has to be true"),
+        ("do_normalize", False, "do_normalize is false"),
+        ("do_rescale", "yes", "do_rescale is"),
+        ("resample", 2, "resample is 2; it has to be 3 (bicubic)"),
+        ("image_processor_type", "CLIPImageProcessor", "image_processor_type is"),
+        ("image_processor_type", 7, "image_processor_type is 7"),
+    ],
+)
+def test_nonsense_is_refused(directory: Path, key: str, value: object, complaint: str) -> None:
+    edit_json(directory / "preprocessor_config.json", {key: value})
+    message = error_of(directory)
+    assert complaint in message
+    assert "preprocessor_config.json" in message
+
+
+def test_one_mean_for_all_channels(directory: Path) -> None:
+    before = read_image_processor(directory)
+    edit_json(directory / "preprocessor_config.json", {"image_mean": 0.5, "image_std": 0.25})
+    assert read_image_processor(directory) == replace(before, image_std=(0.25,) * 3)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", None])
+def test_processor_types(directory: Path, kind: str | None) -> None:
+    before = read_image_processor(directory)
+    edit_json(directory / "preprocessor_config.json", {"image_processor_type": kind})
+    assert read_image_processor(directory) == before
+
+
+def test_video_rules(directory: Path) -> None:
+    rules = read_video_processor(directory)
+    assert (rules.min_pixels, rules.max_pixels) == (4096, 65536)
+    assert (rules.fps, rules.min_frames, rules.max_frames) == (2.0, 4, 768)
+    path = directory / "video_preprocessor_config.json"
+    edit_json(path, {"fps": 1.5, "min_frames": 2, "max_frames": 8})
+    rules = read_video_processor(directory)
+    assert (rules.fps, rules.min_frames, rules.max_frames) == (1.5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("min_frames", 1000, "min_frames is 1000; it has to be at most max_frames, which is 768"),
+        ("fps", 0, "fps is 0"),
+        ("video_processor_type", "Qwen2VLVideoProcessor", "video_processor_type is"),
+        ("cap_pixels_per_frame", True, "cap_pixels_per_frame is true"),
+        ("temporal_patch_size", 0, "temporal_patch_size is 0"),
+    ],
+)
+def test_nonsense_for_videos_is_refused(directory: Path, key: str, value: object, complaint: str) -> None:
+    edit_json(directory / "video_preprocessor_config.json", {key: value})
+    with pytest.raises(CheckpointError, match=complaint):
+        read_video_processor(directory)
+
+
+def test_the_tower_has_to_take_the_patches(directory: Path) -> None:
+    rules = read_image_processor(directory)
+    model = read_config(directory / "config.json")
+    check_processor(rules, model, directory)
+    with pytest.raises(CheckpointError, match=r"vision_config\.patch_size is 16; it has to be 14, as"):
+        check_processor(replace(rules, patch_size=14), model, directory)
+    with pytest.raises(CheckpointError, match=r"vision_config\.spatial_merge_size is 2; it has to be 4"):
+        check_processor(replace(rules, merge_size=4), model, directory)
+    with pytest.raises(CheckpointError, match="lacks vision_config: this checkpoint takes text only"):
+        check_processor(rules, replace(model, vision=None), directory)
