@@ -155,6 +155,20 @@ PrefillChunk = Annotated[
     ),
 ]
 
+Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Picture files.")]
+MinPixels = Annotated[
+    str | None,
+    typer.Option("--min-pixels", metavar="N", help="Smaller pictures are enlarged to it.  [default: the checkpoint's]"),
+]
+MaxPixels = Annotated[
+    str | None,
+    typer.Option("--max-pixels", metavar="N", help="Larger pictures are reduced to it.  [default: the checkpoint's]"),
+]
+ImageTokens = Annotated[
+    str | None,
+    typer.Option("--image-tokens", metavar="N", help="The same in tokens, of 1024 pixels each in released models."),
+]
+
 SweepKeep = Annotated[
     bool, typer.Option("--sweep-keep", help="Measure many windows, from everything resident down to one layer.")
 ]

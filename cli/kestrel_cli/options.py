@@ -143,6 +143,13 @@ NEW_TOKENS = Setting[int](
 )
 ROUNDS = Setting[int]("rounds", 5, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_ROUNDS")
 
+_PIXELS = "a whole number of pixels"
+MIN_PIXELS = Setting[int | None]("min_pixels", None, _PIXELS, values.at_least_one, variable="KESTREL_CUDA_MIN_PIXELS")
+MAX_PIXELS = Setting[int | None]("max_pixels", None, _PIXELS, values.at_least_one, variable="KESTREL_CUDA_MAX_PIXELS")
+IMAGE_TOKENS = Setting[int | None](
+    "image_tokens", None, "a whole number of tokens", values.at_least_one, variable="KESTREL_CUDA_IMAGE_TOKENS"
+)
+
 JSON = Setting[bool]("json", False)
 QUIET = Setting[bool]("quiet", False)
 DEBUG = Setting[bool]("debug", False)
@@ -161,6 +168,7 @@ RUN: tuple[Setting[Any], ...] = (
     *_OUTPUT,
 )
 SELFTEST: tuple[Setting[Any], ...] = (*_EVERYWHERE, *_OUTPUT)
+INSPECT: tuple[Setting[Any], ...] = (PROFILE, MODEL, MIN_PIXELS, MAX_PIXELS, IMAGE_TOKENS, *_OUTPUT)
 _BENCH = (*_EVERYWHERE, STRIP_CACHE, POLICY, PREFETCH, EVICT, PROMPT_TOKENS, NEW_TOKENS, ROUNDS, SWEEP_KEEP)
 _OF_A_SWEEP: tuple[Setting[Any], ...] = (KEEPS, POLICIES, EVICTS)
 BENCH_ONE: tuple[Setting[Any], ...] = (*_BENCH, KEEP, *_OUTPUT)
@@ -175,6 +183,7 @@ CONFLICTS = (
     Conflict(MESSAGES, SYSTEM, "a conversation carries its own system message"),
     Conflict(POLICY, POLICIES, "a sweep has one list of policies"),
     Conflict(EVICT, EVICTS, "a sweep has one list of ways to evict"),
+    Conflict(MAX_PIXELS, IMAGE_TOKENS, "both say how large a picture may be"),
 )
 
 
@@ -182,8 +191,8 @@ def settle(known: tuple[Setting[Any], ...], flags: Mapping[str, str | bool], var
     """Every setting of a command, the profile that --profile or its variable names laid below them."""
     chosen = resolve((PROFILE,), (), flags, variables, None)[PROFILE]
     settings = resolve(known, CONFLICTS, flags, variables, load_profile(chosen) if chosen is not None else None)
-    settings.warnings += stray_variables((*RUN, *BENCH_ONE, *BENCH_SWEEP), variables)
-    if settings[BACKEND] == "cpu" and settings.source(DEVICE) == "flag":
+    settings.warnings += stray_variables((*RUN, *INSPECT, *BENCH_ONE, *BENCH_SWEEP), variables)
+    if BACKEND in settings and settings[BACKEND] == "cpu" and settings.source(DEVICE) == "flag":
         raise SettingError(f"--device chooses a GPU, and {settings.label(BACKEND)} asks for the CPU backend")
     if HOST_KEEP in settings and settings[HOST_KEEP] and settings[STRIP_CACHE] is None:
         raise SettingError(

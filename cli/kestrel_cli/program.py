@@ -15,6 +15,7 @@ from kestrel_cli import signals
 from kestrel_cli.bench import bench
 from kestrel_cli.failures import ExitCode, failure_of
 from kestrel_cli.flags import Invocation
+from kestrel_cli.inspect import inspect
 from kestrel_cli.output import PROGRAM, Output, StdoutClosed, error_line, prepare_streams
 from kestrel_cli.run import run
 from kestrel_cli.selftest import selftest
@@ -59,6 +60,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=Command)(run)
+app.command(cls=Command)(inspect)
 app.command(cls=Command)(selftest)
 app.command(cls=Command)(bench)
 

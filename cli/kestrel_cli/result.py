@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kestrel_cli import options
 from kestrel_cli.heard import Heard
 from kestrel_cli.settings import Settings
 from kestrel_cuda import __version__
@@ -12,6 +14,7 @@ from kestrel_cuda.report import LoadReport, RunReport
 
 if TYPE_CHECKING:
     from kestrel_cuda.bench import BenchReport
+    from kestrel_cuda.inputs.inspection import Inspection
 
 
 def run_result(load: LoadReport, run: RunReport, settings: Settings, heard: Heard) -> dict[str, object]:
@@ -58,5 +61,27 @@ def bench_result(report: BenchReport, settings: Settings, heard: Heard) -> dict[
         "all_equal": report.all_equal,
         "settings": settings.as_json(),
         "rows": [asdict(row) for row in report.rows],
+        **heard.as_json(),
+    }
+
+
+def inspect_result(inspections: Sequence[Inspection], settings: Settings, heard: Heard) -> dict[str, object]:
+    """What pictures become, in plain JSON types; sizes are [height, width], `half` is null where no limit halves."""
+    return {
+        "version": __version__,
+        "model": str(settings[options.MODEL]),
+        "images": [
+            {
+                "path": inspection.path,
+                "orig": [inspection.height, inspection.width],
+                "resized": [inspection.size.height, inspection.size.width],
+                "grid": list(inspection.size.grid_thw),
+                "tokens": inspection.size.num_tokens,
+                "half": None if inspection.half is None else asdict(inspection.half),
+                "notes": list(inspection.notes),
+            }
+            for inspection in inspections
+        ],
+        "settings": settings.as_json(),
         **heard.as_json(),
     }

@@ -25,7 +25,7 @@ from kestrel_cuda.inputs.signatures import other_kind, picture_kind
 MAX_PICTURE_PIXELS = 178_956_970
 """The most pixels a file may say it has; Pillow's own bound against files that are small and unpack without end."""
 
-READ_FORMATS = "PNG, JPEG, WebP, GIF, TIFF, BMP, AVIF, JPEG 2000 and PNM"
+READ_FORMATS = "PNG, JPEG, WebP, GIF, TIFF, BMP, AVIF, JPEG 2000 or PNM"
 # Named one by one: some of Pillow's others start a program (EPS) or take any bytes for theirs (TGA).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PPM")
 

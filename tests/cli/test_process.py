@@ -287,7 +287,9 @@ def test_help_waits_for_nothing_heavy() -> None:
     script = "import sys; from kestrel_cli.program import execute; execute(['run', '--help'], {}); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
     loaded = set(ran.stdout.splitlines()[-1].split())
-    assert loaded.isdisjoint({"cupy", "numpy", "tokenizers", "rich", "jinja2", "safetensors", "kestrel_cuda.engine"})
+    assert loaded.isdisjoint(
+        {"cupy", "numpy", "PIL", "tokenizers", "rich", "jinja2", "safetensors", "kestrel_cuda.engine"}
+    )
 
 
 def wait_for(stream: IO[str] | None, text: str) -> None:

@@ -24,7 +24,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_the_package_alone_is_cheap() -> None:
-    assert not loaded_by("import kestrel_cuda") & {"numpy", "cupy", "safetensors", "tokenizers", "typer", "rich"}
+    assert not loaded_by("import kestrel_cuda") & {"numpy", "PIL", "cupy", "safetensors", "tokenizers", "typer", "rich"}
 
 
 def test_the_command_line_starts_without_cupy() -> None:

@@ -1,0 +1,83 @@
+"""The command `inspect`: what a checkpoint makes of pictures, one after the other. Knows no picture format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import typer
+
+from kestrel_cli import flags, options, signals
+from kestrel_cli.heard import Heard
+from kestrel_cli.output import Output, escape_controls
+from kestrel_cli.result import inspect_result
+from kestrel_cuda.config import ImageProcessorConfig
+
+if TYPE_CHECKING:
+    from kestrel_cuda.inputs.inspection import Inspection
+
+
+def inspect(
+    context: typer.Context,
+    files: flags.Files,
+    model: flags.Model = None,
+    min_pixels: flags.MinPixels = None,
+    max_pixels: flags.MaxPixels = None,
+    image_tokens: flags.ImageTokens = None,
+    profile: flags.Profile = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+    debug: flags.Debug = False,
+) -> flags.Invocation:
+    """Say what pictures become.
+
+    For each: its size, what is done to it (orientation, transparency), its size after the resize, its grid of patches,
+    its tokens, and the limit that would halve them. Loads no weights.
+    """
+    return flags.Invocation(partial(look, tuple(files)), flags.given(context.params))
+
+
+def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str], output: Output) -> None:
+    """Do what `inspect` was asked. Raises InputError at the first file that cannot be used."""
+    with signals.held():
+        from kestrel_cli.render import Screen
+        from kestrel_cuda.inputs.image_size import with_limits
+        from kestrel_cuda.inputs.inspection import image_rules, inspect_picture
+
+    settings = options.settle(options.INSPECT, given, variables)
+    screen = Screen(settings[options.QUIET], variables)
+    screen.settings(settings)
+    heard = Heard(screen, settings)
+    if settings.source(options.MODEL) == "default":
+        heard.note("no --model given: sizes are those of the small embedded model, whose limits are low")
+    with settings.naming_sources():
+        rules = with_limits(
+            image_rules(settings[options.MODEL]),
+            min_pixels=settings[options.MIN_PIXELS],
+            max_pixels=settings[options.MAX_PIXELS],
+            image_tokens=settings[options.IMAGE_TOKENS],
+        )
+    inspections = []
+    for file in files:
+        inspections.append(inspect_picture(file, rules))
+        output.text(_lines(inspections[-1], rules))
+    output.result(inspect_result(inspections, settings, heard))
+
+
+def _lines(inspection: Inspection, rules: ImageProcessorConfig) -> str:
+    size, half = inspection.size, inspection.half
+    done = "".join(f"; {note}" for note in inspection.notes)
+    grid = " x ".join(map(str, size.grid_thw))
+    if half is not None:
+        limit = f"--image-tokens {half.image_tokens} (--max-pixels {half.max_pixels}) would make it {half.tokens}"
+    elif size.num_tokens == 1:
+        limit = "no picture has fewer"
+    else:
+        limit = f"no smaller limit halves that: pictures have at least {rules.min_pixels} pixels (--min-pixels)"
+    tokens = "1 token" if size.num_tokens == 1 else f"{size.num_tokens} tokens"
+    return (
+        f"{escape_controls(inspection.path)}: {inspection.height} x {inspection.width} (height x width)"
+        f"{escape_controls(done)}\n"
+        f"  resized to {size.height} x {size.width}, grid {grid}, {tokens}; {limit}\n"
+    )
