@@ -31,7 +31,7 @@ def image_patches(picture: Picture, rules: ImageProcessorConfig) -> Patches:
     """The patches of one picture. Raises InputError for one that is too long for its width."""
     size = image_size(picture.height, picture.width, rules, picture.path)
     resized = resize(picture.rgb, size)
-    return Patches(cut([resized] * rules.temporal_patch_size, size, rules), size)
+    return Patches(cut([resized] * rules.temporal_patch_size, size, rules, _values(rules)), size)
 
 
 def resize(rgb: Image.Image, size: ImageSize) -> NDArray[np.uint8]:
@@ -39,12 +39,19 @@ def resize(rgb: Image.Image, size: ImageSize) -> NDArray[np.uint8]:
     return np.asarray(rgb.resize((size.width, size.height), resample=Image.Resampling.BICUBIC))
 
 
-def cut(frames_hwc: Sequence[NDArray[np.uint8]], size: ImageSize, rules: ImageProcessorConfig) -> NDArray[np.float32]:
-    """Patch rows of frames that have the size, as many as fill its temporal patches."""
+def cut(
+    frames_hwc: Sequence[NDArray[np.uint8]],
+    size: ImageSize,
+    rules: ImageProcessorConfig,
+    values_cv: NDArray[np.float32],
+) -> NDArray[np.float32]:
+    """Patch rows of frames that have the size, as many as fill its temporal patches.
+
+    `values_cv` says what each of the 256 pixel values becomes in each channel.
+    """
     grid_t, grid_h, grid_w = size.grid_thw
     merge, patch, frames_a_patch = rules.merge_size, rules.patch_size, rules.temporal_patch_size
     assert len(frames_hwc) == grid_t * frames_a_patch
-    values_cv = _values(rules)
     blocks = (grid_h // merge, grid_w // merge, merge, merge)
     patches = np.empty((grid_t, *blocks, _CHANNELS, frames_a_patch, patch, patch), np.float32)
     for index, frame_hwc in enumerate(frames_hwc):
@@ -57,7 +64,7 @@ def cut(frames_hwc: Sequence[NDArray[np.uint8]], size: ImageSize, rules: ImagePr
 
 
 def _values(rules: ImageProcessorConfig) -> NDArray[np.float32]:
-    """What each of the 256 pixel values becomes in each channel: scaled in float64, the rest in float32."""
+    """Scaled in float64, the rest in float32, as the reference does for pictures."""
     scaled = (np.arange(256, dtype=np.float64) * rules.rescale_factor).astype(np.float32)
     mean = np.array(rules.image_mean, np.float32)[:, None]
     deviation = np.array(rules.image_std, np.float32)[:, None]
