@@ -86,7 +86,7 @@ def video_patches(frames: Frames, rules: VideoProcessorConfig) -> Patches:
 
 
 def _values(rules: VideoProcessorConfig) -> NDArray[np.float32]:
-    """Mean and deviation are scaled, not the pixels, as the reference does for videos: a last bit apart from pictures."""
+    """Mean and deviation are scaled, not pixels, as the reference does for videos: a last bit apart from pictures."""
     scale = np.float32(1 / rules.rescale_factor)
     mean = np.array(rules.image_mean, np.float32)[:, None] * scale
     deviation = np.array(rules.image_std, np.float32)[:, None] * scale
