@@ -50,19 +50,21 @@ def read_video_processor(directory: Path) -> VideoProcessorConfig:
 
 def check_processor(processor: ImageProcessorConfig, model: ModelConfig, directory: Path) -> None:
     """Raise CheckpointError unless the vision tower in config.json takes the patches that `processor` makes."""
-    path = directory / "config.json"
-    if model.vision is None:
+    path, vision = directory / "config.json", model.vision
+    if vision is None:
         raise CheckpointError(
             f"{path} lacks vision_config: this checkpoint takes text only; use one with a vision tower"
         )
-    vision = JsonObject(model.vision, path, "vision_config.")
-    for key, found in (
-        ("patch_size", processor.patch_size),
-        ("temporal_patch_size", processor.temporal_patch_size),
-        ("spatial_merge_size", processor.merge_size),
+    for key, found, needed in (
+        ("patch_size", vision.patch_size, processor.patch_size),
+        ("temporal_patch_size", vision.temporal_patch_size, processor.temporal_patch_size),
+        ("spatial_merge_size", vision.merge_size, processor.merge_size),
     ):
-        if vision.integer(key) != found:
-            raise vision.wrong(key, f"{found}, as the checkpoint's rules for pictures have it")
+        if found != needed:
+            raise CheckpointError(
+                f"{path}: vision_config.{key} is {found}; it has to be {needed}, as the checkpoint's rules for "
+                "pictures have it"
+            )
 
 
 def _section(directory: Path, key: str, file_name: str) -> JsonObject:
