@@ -2,7 +2,7 @@
 
 Under the user's directory there is one folder for each checkpoint and quant: `weights.safetensors`, one uint8 tensor
 for each slab, and `manifest.json`, which says what they are of. A folder gets its name when it is whole, and every
-slab is checked against its hash as it is read: what a crash or a bad disk leaves behind is never taken for weights.
+slab is checked against its hash when it is first read: what a crash or a bad disk leaves is never taken for weights.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from kestrel_cuda.quant.strip_manifest import (
 _READ_AHEAD_BYTES = 2**17
 """What one piece of advice is good for: Linux reads no more at it than the device's read-ahead, 128 KiB by default."""
 
+_RUN_AGAIN = "run again, and what is damaged is rebuilt"
 _MAX_MANIFEST_BYTES = 2**26  # thousands of layers take less
 
 
@@ -99,6 +100,7 @@ class StripCache:
             raise _damaged(path, _unreadable(WEIGHTS_FILE, error)) from error
         try:
             size, header = os.fstat(self._file).st_size, expected.header
+            self._written_at_ns = os.fstat(self._file).st_mtime_ns
             if size != self.num_bytes:
                 kind = "truncated" if size < self.num_bytes else "too long"
                 raise _damaged(path, f"{WEIGHTS_FILE} is {kind}: {size} bytes, needed are {self.num_bytes}")
@@ -113,27 +115,31 @@ class StripCache:
             raise
 
     def read_into(self, layout: SlabLayout, host: NDArray[np.uint8], *, verify: bool = True) -> None:
-        """Copy a slab into `host` [layout.num_bytes], and compare its hash unless it was compared before.
+        """Copy a slab into `host` [layout.num_bytes], and compare its hash.
 
-        Raises DamagedStripCache; `host` then holds whatever was read.
+        Without `verify`, for a slab that was compared before, only the time of the last write is looked at: hashing
+        takes longer than reading. Raises DamagedStripCache; `host` then holds whatever was read.
         """
         start, num_bytes = self._ranges[layout.layer]
         if host.nbytes != num_bytes:
             raise InternalError(f"{slab_name(layout.layer)} is {num_bytes} bytes, the buffer {host.nbytes}")
+        again = "" if verify else f"; {_RUN_AGAIN}"
         target, digest, done = host.data, hashlib.sha256(), 0
         while done < num_bytes:
             piece = target[done : done + PIECE_BYTES]
             try:
                 num_read = os.preadv(self._file, [piece], start + done)
             except OSError as error:
-                raise self._damaged_slab(layout, f"cannot be read: {error.strerror}") from error
+                raise self._damaged_slab(layout, f"cannot be read: {error.strerror}{again}") from error
             if num_read == 0:
-                raise self._damaged_slab(layout, f"ends after {done} of {num_bytes} bytes")
+                raise self._damaged_slab(layout, f"ends after {done} of {num_bytes} bytes{again}")
             if verify:
                 digest.update(piece[:num_read])
             done += num_read
         if verify and digest.hexdigest() != self._sha256[layout.layer]:
             raise self._damaged_slab(layout, "is not what was written (its SHA-256 differs)")
+        if not verify and os.fstat(self._file).st_mtime_ns != self._written_at_ns:
+            raise self._damaged_slab(layout, f"was read from a file that was written to meanwhile; {_RUN_AGAIN}")
 
     def verify(self, layout: SlabLayout) -> None:
         """Compare a slab's hash, holding a piece of it at a time. Raises DamagedStripCache."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kestrel_cuda.checkpoint.reader import open_checkpoint
@@ -195,3 +196,25 @@ def test_a_file_replaced_after_it_was_opened_is_noticed(tiny_model: Path, tmp_pa
     file.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist; fetch it"):
         fingerprint(checkpoint, Quant.Q8_0, [])
+
+
+# What changes while it is in use
+
+
+def test_a_file_that_is_written_to_after_it_was_checked(saved: tuple[Path, Path], packed: Packed) -> None:
+    directory, folder = saved
+    layout = packed.expected.layouts[0]
+    host = np.empty(layout.num_bytes, np.uint8)
+    with hit(directory, packed) as cache:
+        cache.read_into(layout, host)
+        cache.read_into(layout, host, verify=False)
+        weights = folder / "weights.safetensors"
+        with weights.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))  # whatever the clock's step
+        with pytest.raises(CheckpointError, match=r"layer\.000 was read from a file that was written to .*; run again"):
+            cache.read_into(layout, host, verify=False)
+        os.truncate(weights, 0)
+        with pytest.raises(CheckpointError, match=r"layer\.000 ends after 0 of \d+ bytes; run again"):
+            cache.read_into(layout, host, verify=False)
