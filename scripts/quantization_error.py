@@ -1,7 +1,8 @@
 """What each way to store the weights costs: distance from float32 goldens, over every prompt position of a checkpoint.
 
 The goldens are the reference implementation's (tests/data/oracle/README.md), found beside a checkpoint:
-`ORACLE/checkpoints/NAME` has `ORACLE/golden/NAME/*-*.npz`. Prints one JSON object for each checkpoint and --quant.
+`ORACLE/checkpoints/NAME` has `ORACLE/golden/NAME/{text,raw}-*.npz`; those of pictures are left out, whose features are
+not quantized. Prints one JSON object for each checkpoint and --quant.
 
     PYTHONPATH=. python scripts/quantization_error.py [CHECKPOINT ...] [--quant q8_0] [--backend cpu]
 """
@@ -88,7 +89,8 @@ def compare(pairs: Iterable[tuple[ArrayLike, ArrayLike]]) -> QuantizationError:
 def goldens_of(checkpoint: Path) -> list[Golden]:
     """Every prompt that the reference answered with this checkpoint; empty where there is none."""
     found = []
-    for path in sorted((checkpoint.resolve().parents[1] / "golden" / checkpoint.resolve().name).glob("*-*.npz")):
+    folder = checkpoint.resolve().parents[1] / "golden" / checkpoint.resolve().name
+    for path in sorted(path for kind in ("raw", "text") for path in folder.glob(f"{kind}-*.npz")):
         with np.load(path) as arrays:
             quantized = {quant: arrays[f"{quant}_logits"] for quant in Quant if f"{quant}_logits" in arrays}
             found.append(Golden(arrays["input_ids"].tolist(), arrays["logits"], quantized))
@@ -125,7 +127,7 @@ def main() -> None:
         goldens = goldens_of(checkpoint)
         if not goldens:
             if arguments.checkpoints:
-                parser.error(f"{checkpoint} has no goldens: ../../golden/{checkpoint.name}/*-*.npz")
+                parser.error(f"{checkpoint} has no goldens: ../../golden/{checkpoint.name}/{{text,raw}}-*.npz")
             continue
         for quant in arguments.quant or list(Quant):
             engine = Engine.open(EngineConfig(model=checkpoint, backend=arguments.backend, quant=quant))
