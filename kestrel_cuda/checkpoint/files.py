@@ -9,6 +9,7 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -106,6 +107,13 @@ def printable(text: str, most: int = 80) -> str:
     """Text from a file as an error may show it: one line, of characters that can be printed, not too long."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
     return shown if len(shown) <= most else shown[: most - 3] + "..."
+
+
+def shortened(names: Iterable[str], most: int = 3) -> str:
+    """The first few names, and how many more there are; names come from files and may hold anything."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(printable(name) for name in listed[:most]) + more
 
 
 def _check_plain(status: os.stat_result) -> None:

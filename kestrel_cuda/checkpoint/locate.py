@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kestrel_cuda.checkpoint.files import FileStamp, is_present, printable, unreadable
+from kestrel_cuda.checkpoint.files import FileStamp, is_present, printable, shortened, unreadable
 from kestrel_cuda.checkpoint.json_file import read_json, shown
 from kestrel_cuda.checkpoint.names import canonical
 from kestrel_cuda.checkpoint.tensor_file import StoredTensor, TensorFile
@@ -143,10 +142,3 @@ def _missing_files(path: Path, missing: list[str], indexed: bool) -> str:
     if any(path.glob("*.safetensors")):
         return f"{path} holds safetensors files but neither {_SINGLE} nor {_INDEX}; fetch the index"
     return f"{path} lacks {_SINGLE} (or {_INDEX} and its files); only safetensors are read"
-
-
-def shortened(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and how many more there are; names come from files and may hold anything."""
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(printable(name) for name in listed[:most]) + more

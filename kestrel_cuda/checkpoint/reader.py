@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kestrel_cuda.checkpoint.config_json import read_config
-from kestrel_cuda.checkpoint.files import FileStamp, printable
+from kestrel_cuda.checkpoint.files import FileStamp, printable, shortened
 from kestrel_cuda.checkpoint.json_file import JsonObject, read_json_if_present, shown
-from kestrel_cuda.checkpoint.locate import Location, StoredTensors, check_directory, locate_tensors, shortened
+from kestrel_cuda.checkpoint.locate import Location, StoredTensors, check_directory, locate_tensors
 from kestrel_cuda.checkpoint.names import (
     EMBEDDING,
     LAYER_PREFIX,

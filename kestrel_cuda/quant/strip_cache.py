@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import mmap
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -22,10 +21,10 @@ from numpy.typing import NDArray
 from kestrel_cuda.checkpoint.files import NotAFileError, open_plain
 from kestrel_cuda.errors import CheckpointError, InternalError
 from kestrel_cuda.quant.packed import SlabLayout
+from kestrel_cuda.quant.strip_folder import temporary_name
 from kestrel_cuda.quant.strip_manifest import (
     MANIFEST_FILE,
     PIECE_BYTES,
-    TEMPORARY_PREFIX,
     WEIGHTS_FILE,
     Fingerprint,
     Manifest,
@@ -221,8 +220,13 @@ def _read_manifest(path: Path, folder: int, expected: Fingerprint) -> Manifest:
 
 def _write_times(folder: int, manifest: Manifest, expected: Fingerprint) -> None:
     """Record new times of equal sources; where that cannot be written, they are hashed the next time too."""
-    name = f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}"
-    with contextlib.suppress(OSError):
+    name = temporary_name()
+    try:
         with open(name, "x", opener=lambda name, flags: os.open(name, flags, 0o666, dir_fd=folder)) as file:
             file.write(manifest.to_json(expected))
         os.replace(name, MANIFEST_FILE, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        if not isinstance(error, OSError):
+            raise

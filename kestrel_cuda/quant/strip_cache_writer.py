@@ -10,7 +10,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +18,14 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kestrel_cuda.checkpoint.files import shortened
 from kestrel_cuda.errors import InternalError, SettingError
 from kestrel_cuda.quant.packed import SlabLayout
 from kestrel_cuda.quant.strip_cache import StripCache, find
+from kestrel_cuda.quant.strip_folder import foreign_names, is_temporary_folder, open_folder, remove, temporary_name
 from kestrel_cuda.quant.strip_manifest import (
     MANIFEST_FILE,
     PIECE_BYTES,
-    TEMPORARY_PREFIX,
     WEIGHTS_FILE,
     Fingerprint,
     Manifest,
@@ -40,9 +40,10 @@ from kestrel_cuda.sizes import format_size
 class StripCacheWriter:
     """Saves a packed checkpoint, slab by slab: a context in which every slab is added once, then committed.
 
-    Entering it says that whatever bears its name now is to be replaced. Left without `commit`, it leaves nothing
-    behind. Entering and writing raise SettingError when the directory cannot be written or has not enough room;
-    `because` says why there was anything to write, when it was not that nothing was there: what `find` complained of.
+    Entering it says that what bears its name now is to be replaced, which is refused where that holds anything that
+    is not ours. Left without `commit`, it leaves nothing behind. Entering and writing raise SettingError when the
+    directory cannot be written or has not enough room; `because` says why there was anything to write, when it was
+    not that nothing was there: what `find` complained of.
     """
 
     def __init__(self, directory: Path, expected: Fingerprint, because: str | None = None) -> None:
@@ -61,6 +62,7 @@ class StripCacheWriter:
             _sweep(directory)
             if self._target.is_symlink() or (self._target.exists() and not self._target.is_dir()):
                 raise SettingError(f"{self._because}--strip-cache: {self._target} is not a directory; remove it")
+            self._refuse_foreign()
             self._replaced = _identity(self._target)
             self._temporary, self._lock = _make_temporary(directory, expected.folder)
             free_bytes = shutil.disk_usage(directory).free
@@ -147,10 +149,27 @@ class StripCacheWriter:
                 winner = find(self._directory, self._expected)
                 if isinstance(winner, StripCache):
                     return winner
-            old = _temporary_path(self._directory, self._expected.folder)
+            self._refuse_foreign()
+            old = self._directory / temporary_name(self._expected.folder)
             with contextlib.suppress(FileNotFoundError):  # another process has just moved it
                 self._target.rename(old)
-            shutil.rmtree(old, ignore_errors=True)
+                remove(old)
+
+    def _refuse_foreign(self) -> None:
+        """Raise SettingError when what is to be replaced holds more than what was saved there."""
+        try:
+            folder = open_folder(self._target)
+        except FileNotFoundError:
+            return
+        try:
+            foreign = foreign_names(folder)
+        finally:
+            os.close(folder)
+        if foreign:
+            raise SettingError(
+                f"{self._because}--strip-cache: {self._target} is to be replaced, but holds what this program did not "
+                f"put there ({shortened(foreign)}); move that elsewhere, or give another directory"
+            )
 
     def _write(self, piece: memoryview, offset: int) -> None:
         while piece:
@@ -163,7 +182,7 @@ class StripCacheWriter:
         if self._file >= 0:
             os.close(self._file)
         if self._lock >= 0:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            remove(self._temporary)
             os.close(self._lock)
         self._lock = self._file = -1
 
@@ -198,14 +217,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _temporary_path(directory: Path, name: str) -> Path:
-    return directory / f"{TEMPORARY_PREFIX}{name}-{secrets.token_hex(4)}"
-
-
 def _make_temporary(directory: Path, name: str) -> tuple[Path, int]:
     """A new folder and a handle that holds its lock, which the system drops however the process ends."""
     while True:
-        path = _temporary_path(directory, name)
+        path = directory / temporary_name(name)
         path.mkdir()
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -220,11 +235,12 @@ def _make_temporary(directory: Path, name: str) -> tuple[Path, int]:
 
 def _sweep(directory: Path) -> None:
     """Remove what ended processes left unfinished; a live one holds the lock of its folder."""
-    for path in list(directory.glob(f"{TEMPORARY_PREFIX}*")):
+    for path in [path for path in directory.iterdir() if is_temporary_folder(path.name)]:
         with contextlib.suppress(OSError):  # live, gone already, or not ours to remove
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            folder = open_folder(path)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not foreign_names(folder):
+                    remove(path)
             finally:
-                os.close(lock)
+                os.close(folder)

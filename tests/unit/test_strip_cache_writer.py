@@ -251,3 +251,46 @@ def test_a_folder_swept_before_it_is_locked_is_made_again(
     with save(tmp_path, packed) as cache:
         check_slabs(cache, packed)
     assert len(calls) == 2
+
+
+# What is not ours
+
+
+def test_folders_of_others_are_not_swept(tmp_path: Path, packed: Packed) -> None:
+    entry = packed.expected.folder
+    left, others = f".incomplete-{entry}-00c0ffee", f".incomplete-{entry}-0badcafe"
+    kept = [".incomplete-mydocs", f".incomplete-{entry}", f".incomplete-{entry}-00c0ffee-old", others]
+    for name in (left, *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.safetensors").touch()
+    (tmp_path / others / "notes.txt").write_text("mine")
+    (tmp_path / f".incomplete-{entry}-0ddba115").symlink_to(kept[0])
+    save(tmp_path, packed).close()
+    assert names_in(tmp_path) == {entry, *kept, f".incomplete-{entry}-0ddba115"}
+    assert all((tmp_path / name / "weights.safetensors").exists() for name in kept)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "folder/file", "manifest.json/file", ".incomplete-mine"])
+def test_a_folder_with_files_of_others_is_not_replaced(saved: tuple[Path, Path], packed: Packed, name: str) -> None:
+    (saved[1] / "manifest.json").unlink()
+    (saved[1] / name).parent.mkdir(exist_ok=True)
+    (saved[1] / name).write_text("mine")
+    with pytest.raises(SettingError) as raised, StripCacheWriter(saved[0], packed.expected, "it is old"):
+        pytest.fail("entered")
+    assert str(raised.value) == (
+        f"it is old; --strip-cache: {saved[1]} is to be replaced, but holds what this program did not put there "
+        f"({name.split('/')[0]}); move that elsewhere, or give another directory"
+    )
+    assert (saved[1] / name).read_text() == "mine"
+    assert (saved[1] / "weights.safetensors").exists()
+
+
+def test_files_of_others_that_come_while_it_is_written_stay(saved: tuple[Path, Path], packed: Packed) -> None:
+    with StripCacheWriter(saved[0], packed.expected) as writer:
+        for layout in packed.expected.layouts:
+            writer.add(layout, packed.slabs[layout.layer])
+        (saved[1] / "notes.txt").write_text("mine")
+        with pytest.raises(SettingError, match=r"\(notes\.txt\); move that elsewhere"):
+            writer.commit({})
+    assert (saved[1] / "notes.txt").read_text() == "mine"
+    hit(saved[0], packed).close()
