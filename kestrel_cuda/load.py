@@ -59,7 +59,6 @@ class WeightLoader:
             cache = self._build(store, expected, found.reason, keep_host=not streams)
         else:
             cache = found
-            self._notes.append(f"the packed weights come from the strip cache {cache.path}")
         try:
             if streams:
                 if cache is found:
@@ -67,6 +66,9 @@ class WeightLoader:
                 self._stream(store, backend, window, cache)
             elif cache is found:
                 store.load_packed(cache.read_into, self._on_layer)
+            if cache is found:
+                # Not sooner: what turns out damaged while it is read gives no weights.
+                self._notes.append(f"the packed weights come from the strip cache {cache.path}")
         except DamagedStripCache as error:
             cache.close()
             cache = self._build(store, expected, str(error), keep_host=not streams)

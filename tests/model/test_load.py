@@ -74,6 +74,8 @@ def test_a_damaged_cache_is_rebuilt_and_said(
     weights.write_bytes(damaged)
     rebuilt, said = digest(engines, backend_name, keep=1, strip_cache=tmp_path, host_keep=host_keep)
     assert any("is damaged" in text and text.endswith("it is rebuilt") for text in said)
+    assert any("were saved in the strip cache" in text for text in said)
+    assert not any("come from the strip cache" in text for text in said)
     again, said = digest(engines, backend_name, keep=1, strip_cache=tmp_path, host_keep=host_keep)
     assert any("come from the strip cache" in text for text in said)
     assert rebuilt == again == expected
