@@ -8,7 +8,7 @@ own, since a hash between two tokens lengthens one and gives the copies of the n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, stdev
 
@@ -16,12 +16,15 @@ import numpy as np
 
 from kestrel_cuda.config import EngineConfig, Evict, Policy
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import DeviceError, SettingError
+from kestrel_cuda.errors import SettingError
 from kestrel_cuda.generate import LogitsWish
+from kestrel_cuda.plan import DoesNotFit, Flags
 from kestrel_cuda.report import RunReport
 
 WARMUP_TOKENS = 2
 """Decode steps dropped at the start of each measurement: buffers are allocated and launches captured in them."""
+
+_SMALLER = ("--prompt-tokens", "--new-tokens", "--prefetch", "--prefill-chunk")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class BenchReport:
     """Every row, the card they were measured on and its ceilings.
 
     `all_equal` says that no ids differ in any round of any row, and no logits in any row. `num_timed` counts the tokens
-    behind each row's median; `notes` and `warnings` are the load's.
+    behind each row's median; `notes` and `warnings` are the load's, and say which windows are not measured.
     """
 
     card: str
@@ -126,12 +129,14 @@ def measure(
     prompt_tokens: int,
     new_tokens: int,
     rounds: int,
+    keep_flag: str = "--keep",
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> BenchReport:
     """Load once, then measure every variant `rounds` times.
 
-    A keep of None is the largest that fits; without `keeps`, windows of the default sizes that fit. Raises UserError
-    when the checkpoint or a window does not fit, before anything is measured.
+    A keep of None is the largest that fits; without `keeps`, windows of the default sizes that fit, and a note on the
+    others. `keep_flag` is what messages call the setting that `keeps` come from. Raises UserError when the checkpoint
+    or a window does not fit, before anything is measured.
     """
     _check_sizes(prompt_tokens, new_tokens, rounds)
     # Loaded for the window that needs most, so that what does not fit is refused before the load.
@@ -140,11 +145,19 @@ def measure(
     try:
         _check_positions(engine, prompt_tokens, new_tokens)
         load = engine.load(
-            prompt_tokens + new_tokens, prompt_tokens, on_progress, collects_logits=True, lowers_prefetch=False
+            prompt_tokens + new_tokens,
+            prompt_tokens,
+            on_progress,
+            collects_logits=True,
+            lowers_prefetch=False,
+            flags=Flags(keep_flag, _SMALLER, lays=keeps is None or len(keeps) > 1),
         )
+        notes = list(load.notes)
         if keeps is None:
             wanted = variants(load.num_layers, default_keeps(load.num_layers), policies, evicts, config.prefetch)
-            chosen = [variant for variant in wanted if _fits(engine, variant)]
+            too_large = {variant: bound for variant in wanted if (bound := _too_large(engine, variant))}
+            chosen = [variant for variant in wanted if variant not in too_large]
+            notes += _not_measured(wanted, too_large)
         else:
             known = [load.keep if keep is None else keep for keep in keeps]
             chosen = variants(load.num_layers, known, policies, evicts, config.prefetch)
@@ -179,8 +192,8 @@ def measure(
             device_read_gb_per_s=runs[chosen[0]].checked.device_read_gb_per_s,
             all_equal=_all_equal(runs.values()),
             rows=tuple(_row(config, variant, runs[variant], link) for variant in chosen),
-            notes=load.notes,
-            warnings=tuple(dict.fromkeys((*load.warnings, *_cut(keeps, load.num_layers)))),
+            notes=tuple(notes),
+            warnings=tuple(dict.fromkeys((*load.warnings, *_cut(keeps, load.num_layers, keep_flag)))),
         )
     finally:
         engine.close()
@@ -213,22 +226,32 @@ def _largest(keeps: Sequence[int | None] | None) -> int | None:
     return 0 if 0 in asked else max(asked)
 
 
-def _cut(keeps: Sequence[int | None] | None, num_layers: int) -> Iterator[str]:
+def _cut(keeps: Sequence[int | None] | None, num_layers: int, keep_flag: str) -> Iterator[str]:
     for keep in keeps or ():
         if keep is not None and keep > num_layers:
-            yield f"--keep {keep} is more than the model's {num_layers} layers: {num_layers} are kept"
+            yield f"{keep_flag} {keep} is more than the model's {num_layers} layers: {num_layers} are kept"
 
 
 def _lay(engine: Engine, variant: Variant) -> None:
     engine.set_window(variant.keep, variant.policy, variant.prefetch, variant.evict)
 
 
-def _fits(engine: Engine, variant: Variant) -> bool:
+def _too_large(engine: Engine, variant: Variant) -> str | None:
+    """What a window is over that does not fit; None when it does."""
     try:
         _lay(engine, variant)
-    except DeviceError:
-        return False
-    return True
+    except DoesNotFit as error:
+        return error.bound
+    return None
+
+
+def _not_measured(wanted: Sequence[Variant], too_large: Mapping[Variant, str]) -> Iterator[str]:
+    """A note for each bound on the windows that are over it; a rule is named where another of that size fits."""
+    fitting = {variant.keep for variant in wanted if variant not in too_large}
+    for bound in dict.fromkeys(too_large.values()):
+        over = [variant for variant in wanted if too_large.get(variant) == bound]
+        names = (f"{one.keep or 'off'}{f' ({one.policy})' if one.keep in fitting else ''}" for one in over)
+        yield f"not measured, they do not fit {bound}: {', '.join(dict.fromkeys(names))}"
 
 
 def _all_equal(runs: Iterable[_Runs]) -> bool:

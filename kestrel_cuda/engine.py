@@ -33,7 +33,7 @@ from kestrel_cuda.model.vision import HostTower, encode_all
 from kestrel_cuda.model.vision_weights import read_tower
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
-from kestrel_cuda.plan import Plan, make_plan
+from kestrel_cuda.plan import RUN_FLAGS, Flags, Plan, make_plan
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport
 from kestrel_cuda.residency.store import WeightStore
@@ -119,11 +119,13 @@ class Engine:
         *,
         collects_logits: bool = False,
         lowers_prefetch: bool = True,
+        flags: Flags = RUN_FLAGS,
     ) -> LoadReport:
         """Plan for `ctx` cache slots, then quantize and place the weights.
 
         `collects_logits` plans the memory that `generate` needs when its `logits` are hashed or kept;
-        `lowers_prefetch` lets fewer layers be fetched ahead where that makes the window fit.
+        `lowers_prefetch` lets fewer layers be fetched ahead where that makes the window fit; `flags` are how messages
+        name the caller's settings.
 
         Raises DeviceError when the plan does not fit, CheckpointError when a weight cannot be quantized.
         """
@@ -149,6 +151,7 @@ class Engine:
             embedding_bytes=embedding.data.nbytes,
             on_gpu=backend.name == "cuda",
             collects_logits=collects_logits,
+            flags=flags,
         )
         plan = self._plan_for(config, lowers_prefetch=lowers_prefetch)
         notes += plan.notes

@@ -29,6 +29,8 @@ LOADER_BYTES = 72 << 20
 GRAPH_BYTES = 32 << 20
 """What the driver takes for captured launches and for kernels loaded later."""
 
+_HEAD = "lm_head"
+
 SEEDS_MOST_BYTES, SEEDS_LEAST_BYTES = 24 << 30, 256 << 20
 
 
@@ -54,6 +56,30 @@ class Plan:
         return sum(num_bytes for _, num_bytes in self.rows)
 
 
+@dataclass(frozen=True)
+class Flags:
+    """What the caller's messages call the settings that a plan may have to refuse.
+
+    `keep` is the flag of the window; `smaller` are those that need less memory when they are less. A caller that `lays`
+    its own windows over what is loaded is told nothing of the one that was planned for.
+    """
+
+    keep: str = "--keep"
+    smaller: tuple[str, ...] = ("--ctx", "--prefetch", "--prefill-chunk")
+    lays: bool = False
+
+
+RUN_FLAGS = Flags()
+
+
+class DoesNotFit(DeviceError):
+    """A plan, or one window, is over what there is; `bound` says in words what that is."""
+
+    def __init__(self, message: str, bound: str) -> None:
+        super().__init__(message)
+        self.bound = bound
+
+
 def seeds_budget_bytes(free_bytes: int) -> int:
     """Half of free memory, at most 24 GiB, at least 256 MiB."""
     return max(SEEDS_LEAST_BYTES, min(SEEDS_MOST_BYTES, free_bytes // 2))
@@ -72,6 +98,7 @@ def make_plan(
     embeddings_on: Literal["device", "host"] | None = None,
     collects_logits: bool = False,
     lowers_prefetch: bool = True,
+    flags: Flags = RUN_FLAGS,
 ) -> Plan:
     """Fit weights, cache and work buffers into the memory there is; `embeddings_on` says where they lie already.
 
@@ -79,13 +106,13 @@ def make_plan(
     Layers are fetched ahead as far as there is room for them, and a plan with fewer than wanted warns; without
     `lowers_prefetch` it is refused.
 
-    Raises DeviceError when what was asked for does not fit, naming what would, and SettingError for a context longer
+    Raises DoesNotFit when what was asked for does not fit, naming what would, and SettingError for a context longer
     than the model's positions.
     """
     most = model.text.max_positions
     if ctx > most:
         raise SettingError(f"--ctx {ctx} is over the {most} positions this model has; use at most that")
-    refusal: DeviceError | None = None
+    refusal: DoesNotFit | None = None
     # More than all layers is no further ahead than all.
     fewer_ahead = range(min(config.prefetch, model.text.num_layers) - 1, -1, -1) if lowers_prefetch else ()
     for prefetch in (config.prefetch, *fewer_ahead):
@@ -100,22 +127,23 @@ def make_plan(
             on_gpu,
             embeddings_on,
             collects_logits,
+            flags,
         )
         try:
             plan = planner.plan()
-        except DeviceError as error:
+        except DoesNotFit as error:
             if refusal is None or isinstance(refusal, _NothingFits):
                 refusal = error
             continue
-        if prefetch == config.prefetch:
+        if refusal is None:
             return plan
-        fewer = f"--prefetch {config.prefetch} does not fit {planner.bound}: --prefetch {prefetch} is used"
+        fewer = f"--prefetch {config.prefetch} does not fit {refusal.bound}: --prefetch {prefetch} is used"
         return replace(plan, warnings=(*plan.warnings, fewer))
     assert refusal is not None
     raise refusal
 
 
-class _NothingFits(DeviceError):
+class _NothingFits(DoesNotFit):
     """Not even a window of one layer."""
 
 
@@ -133,6 +161,7 @@ class _Planner:
     on_gpu: bool
     embeddings_on: Literal["device", "host"] | None
     collects_logits: bool
+    flags: Flags
 
     def plan(self) -> Plan:
         num_layers = self.text.num_layers
@@ -140,25 +169,22 @@ class _Planner:
         if best is None and self.fits(1, chunk=LEAST_CHUNK):
             best = 1
         if best is None:
-            raise _NothingFits(self._nothing_fits())
+            raise self._nothing_fits()
         keep = best
         notes: list[str] = []
         warnings: list[str] = []
         if self.config.keep is not None:
             keep = min(self.config.keep, num_layers)
             if keep < self.config.keep:
-                too_many = f"--keep {self.config.keep} is more than the model's {num_layers} layers"
+                too_many = f"{self.flags.keep} {self.config.keep} is more than the model's {num_layers} layers"
                 warnings.append(f"{too_many}: {num_layers} are kept")
-        elif best:
+        elif best and not self.flags.lays:
             notes.append(
-                f"the weights do not fit {self.bound} whole: a window of --keep {best} of {num_layers} layers is used"
+                f"the weights do not fit {self.bound(0)} whole: a window of {self.flags.keep} {best} of {num_layers} "
+                "layers is used"
             )
         if not self.fits(keep) and not self.fits(keep, chunk=LEAST_CHUNK):
-            fitting = "everything resident" if best == 0 else f"--keep {best}"
-            raise DeviceError(
-                f"keeping {keep or 'all'} of {num_layers} layers resident needs "
-                f"{format_size(self.needed_bytes(keep))}, more than {self.bound}; {fitting} fits"
-            )
+            raise self._does_not_fit(keep, best)
         if self.embeddings_on is not None:
             on_device = self.embeddings_on == "device"
         else:
@@ -186,11 +212,14 @@ class _Planner:
             return self.memory.free_bytes + self.memory.context_bytes - FREE_MARGIN_BYTES
         return self.memory.total_bytes
 
-    @property
-    def bound(self) -> str:
-        """What bounds the plan, in words."""
-        if self.config.cache_budget is not None and self.cache_budget_bytes < self.total_bytes:
-            return f"--cache-budget {format_size(self.cache_budget_bytes)} for weights"
+    def breaks_budget(self, keep: int) -> bool:
+        """Whether the weights of a window alone are over --cache-budget, which bounds nothing else."""
+        return self.weight_bytes(keep) > self.cache_budget_bytes < self.total_bytes
+
+    def bound(self, keep: int) -> str:
+        """What a window that does not fit is over, in words."""
+        if self.breaks_budget(keep):
+            return f"--cache-budget {format_size(self.cache_budget_bytes)}"
         if self.config.vram_bytes is not None:
             return f"--vram {format_size(self.config.vram_bytes)}"
         return f"{format_size(self.memory.free_bytes)} free"
@@ -220,17 +249,17 @@ class _Planner:
         table_bytes = 4 * self.ctx * text.head_dim + 4 * (self.ctx + 3)
         return [
             ("driver context, kernels and captures", self.memory.context_bytes + (GRAPH_BYTES if self.on_gpu else 0)),
-            (
-                f"weights of {self.peak_layers(keep)} of {text.num_layers} layers at the peak",
-                self.peak_layers(keep) * self.layer_bytes,
-            ),
-            ("lm_head", self.weights.lm_head.num_bytes),
+            (self._layers_name(keep), self.peak_layers(keep) * self.layer_bytes),
+            (_HEAD, self.weights.lm_head.num_bytes),
             ("embeddings", self.embedding_bytes if embeddings_on_device else 0),
             ("norms and rotation tables", norm_bytes + table_bytes),
             (f"key-value cache, {self.ctx} slots", kv_cache_bytes(text, self.ctx, self.config.kv_dtype)),
             (f"work buffers, {chunk} rows", self.work_bytes(chunk)),
             ("prompt rows kept for their logits", 4 * self.num_prompt * text.hidden_size * self.collects_logits),
         ]
+
+    def _layers_name(self, keep: int) -> str:
+        return f"weights of {self.peak_layers(keep)} of {self.text.num_layers} layers at the peak"
 
     def peak_layers(self, keep: int) -> int:
         window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
@@ -268,17 +297,34 @@ class _Planner:
         attention = splits + chunk * text.q_size * 4 + 4 * text.num_kv_heads
         return workspace_bytes(text, self.weights, chunk, self.config.quant is not Quant.NONE) + attention
 
-    def _nothing_fits(self) -> str:
-        if self.weight_bytes(1) > self.cache_budget_bytes < self.total_bytes:
+    def _does_not_fit(self, keep: int, best: int) -> DoesNotFit:
+        fitting = "everything resident" if best == 0 else f"{self.flags.keep} {best}"
+        over_budget = self.breaks_budget(keep)
+        needed = format_size(self.weight_bytes(keep) if over_budget else self.needed_bytes(keep))
+        return DoesNotFit(
+            f"keeping {keep or 'all'} of {self.text.num_layers} layers resident needs {needed}"
+            f"{' of weights' if over_budget else ''}, more than {self.bound(keep)}; {fitting} fits",
+            self.bound(keep),
+        )
+
+    def _nothing_fits(self) -> _NothingFits:
+        rows, less = self.rows(1, LEAST_CHUNK, False), list(self.flags.smaller)
+        if self.breaks_budget(1):
             least = f"--cache-budget {_enough(self.weight_bytes(1))}"
+            rows = [row for row in rows if row[0] in (self._layers_name(1), _HEAD)]
+            less = [flag for flag in less if flag == "--prefetch"]
         else:
             least = f"--vram {_enough(self.needed_bytes(1))}"
-        fewer_ahead = ", --prefetch" if self.config.prefetch else ""
-        parts = ", ".join(f"{what} {format_size(b)}" for what, b in self.rows(1, LEAST_CHUNK, False) if b)
-        return (
-            f"{self.bound} cannot hold even a window of one layer; {least} would ({parts}); "
-            f"a smaller --ctx{fewer_ahead}, --prefill-chunk or --quant q4_0 needs less"
-        )
+        if not self.config.prefetch:
+            less = [flag for flag in less if flag != "--prefetch"]
+        advice = [f"a smaller {', '.join(less)}"] if less else []
+        if self.config.quant is not Quant.Q4_0:
+            advice.append("--quant q4_0")
+        parts = ", ".join(f"{what} {format_size(b)}" for what, b in rows if b)
+        message = f"{self.bound(1)} cannot hold even a window of one layer; {least} would ({parts})"
+        if advice:
+            message += f"; {' or '.join(advice)} needs less"
+        return _NothingFits(message, self.bound(1))
 
 
 def _enough(num_bytes: int) -> str:

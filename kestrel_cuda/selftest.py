@@ -11,6 +11,7 @@ import numpy as np
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.engine import Engine
+from kestrel_cuda.plan import Flags
 from kestrel_cuda.report import RunReport
 from kestrel_cuda.step_checks import Check as Check
 from kestrel_cuda.step_checks import step_checks
@@ -20,6 +21,8 @@ OnOpen = Callable[[str, str, str | None], None]
 
 PROMPT_TOKENS = 24
 NEW_TOKENS = 16
+
+_FLAGS = Flags(smaller=("--prefill-chunk",))
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def _run(engine: Engine, config: EngineConfig, damage_layer: int | None = None) 
         i for i in rng.integers(0, min(engine.tokenizer.size, text.vocab_size), 4 * PROMPT_TOKENS) if i not in banned
     ]
     prompt_ids = [int(i) for i in usable[:PROMPT_TOKENS]]
-    engine.load(PROMPT_TOKENS + NEW_TOKENS, collects_logits=True)
+    engine.load(PROMPT_TOKENS + NEW_TOKENS, collects_logits=True, flags=_FLAGS)
     if damage_layer is not None:
         engine.flip_host_bit(damage_layer)
     generation = engine.generate(prompt_ids, NEW_TOKENS, ignore_eos=True, logits="hash")

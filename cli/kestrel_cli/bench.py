@@ -94,6 +94,7 @@ def run_measure(settings: Settings, on_progress: Callable[[str, int, int], None]
         prompt_tokens=settings[options.PROMPT_TOKENS],
         new_tokens=settings[options.NEW_TOKENS],
         rounds=settings[options.ROUNDS],
+        keep_flag=(options.KEEPS if settings[options.SWEEP_KEEP] else options.KEEP).flag,
         on_progress=on_progress,
     )
 

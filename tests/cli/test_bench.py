@@ -64,7 +64,7 @@ class TestSwitches:
 
     def test_one_window(self, bench: Bench) -> None:
         bench("--keep", "4", "--policy", "pinned", "--evict", "free", "--prefetch", "0", "-n", "9", "--rounds", "2")
-        assert bench.asked["keeps"] == (4,)
+        assert (bench.asked["keeps"], bench.asked["keep_flag"]) == ((4,), "--keep")
         assert (bench.asked["policies"], bench.asked["evicts"]) == ((Policy.PINNED,), (Evict.FREE,))
         assert bench.asked["config"].prefetch == 0
         assert (bench.asked["new_tokens"], bench.asked["rounds"]) == (9, 2)
@@ -89,7 +89,7 @@ class TestSwitches:
         lists = ("--keeps", "off,27, 1,27,0", "--policies", "pinned,past-only,pinned", "--evicts", "free,pool")
         exit_code, out, _ = bench("--sweep-keep", "--json", *lists)
         assert exit_code == 0
-        assert bench.asked["keeps"] == (0, 27, 1)
+        assert (bench.asked["keeps"], bench.asked["keep_flag"]) == ((0, 27, 1), "--keeps")
         assert bench.asked["policies"] == (Policy.PINNED, Policy.PAST_ONLY)
         assert bench.asked["evicts"] == (Evict.FREE, Evict.POOL)
         settings = json.loads(out)["settings"]

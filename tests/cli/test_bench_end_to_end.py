@@ -71,7 +71,7 @@ class TestEmbeddedModel:
         )
         assert (exit_code, out) == (2, "")
         assert err.startswith("kestrel-cuda: keeping 5 of 12 layers resident needs ")
-        assert err.endswith("; --keep 2 fits\n")
+        assert err.endswith("; --keeps 2 fits\n")
 
     def test_a_strip_cache_serves_a_bench(self, run: Run, tmp_path: Path) -> None:
         quick = ("--sweep-keep", "--keeps", "off,1", "--json")

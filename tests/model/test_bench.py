@@ -41,6 +41,7 @@ def measure(backend_name: str) -> Measure:
         prompt_tokens: int = 5,
         new_tokens: int = 5,
         rounds: int = 2,
+        keep_flag: str = "--keep",
         on_progress: Callable[[str, int, int], None] | None = None,
         **config: Any,
     ) -> BenchReport:
@@ -52,6 +53,7 @@ def measure(backend_name: str) -> Measure:
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
             rounds=rounds,
+            keep_flag=keep_flag,
             on_progress=on_progress,
         )
 
@@ -153,6 +155,24 @@ class TestWindows:
             *itertools.product((2, 1), ("past-only", "pinned")),
         ]
         assert max(row.peak_device_bytes for row in report.rows) <= 600 << 10
+        said = "not measured, they do not fit --vram 600.00 KiB: off, 11, 10, 8, 5, 3 (past-only)"
+        assert report.notes.count(said) == 1
+        assert not any("is used" in note for note in report.notes), "no window is the one that is used"
+
+    def test_windows_over_a_budget_are_said_to_be(self, measure: Measure) -> None:
+        report = measure(None, (Policy.PINNED,), rounds=1, prefetch=0, cache_budget=300 << 10)
+        assert [row.keep for row in report.rows] == [3, 2, 1]
+        assert any(
+            note.endswith("they do not fit --cache-budget 300.00 KiB: off, 11, 10, 8, 5") for note in report.notes
+        )
+
+    def test_what_does_not_fit_is_said_in_the_words_of_a_bench(self, measure: Measure, backend_name: str) -> None:
+        if backend_name == "cuda":
+            pytest.skip("the driver's own memory is larger than this model")
+        with pytest.raises(DeviceError, match="a smaller --prompt-tokens, --new-tokens, --prefetch, --prefill-chunk"):
+            measure((1,), vram_bytes=1)
+        with pytest.raises(DeviceError, match=r"--vram 600\.00 KiB; --keeps \d fits"):
+            measure((12,), vram_bytes=600 << 10, keep_flag="--keeps")
 
     def test_a_sweep_with_room_starts_at_everything(self, measure: Measure) -> None:
         report = measure(None, rounds=1, new_tokens=4)
@@ -166,6 +186,10 @@ class TestWindows:
         report = measure((0, 99), rounds=1)
         assert [row.keep for row in report.rows] == ["off", L]
         assert report.warnings.count("--keep 99 is more than the model's 12 layers: 12 are kept") == 1
+        report = measure((14, 13), rounds=1, keep_flag="--keeps")
+        assert report.warnings == tuple(
+            f"--keeps {keep} is more than the model's 12 layers: 12 are kept" for keep in (14, 13)
+        )
 
     def test_rounds_are_interleaved_and_hash_nothing(self, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
         laid: list[int] = []

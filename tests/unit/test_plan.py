@@ -18,12 +18,16 @@ from kestrel_cuda.plan import (
     FREE_MARGIN_BYTES,
     GRAPH_BYTES,
     RESIDENT_CHUNK,
+    RUN_FLAGS,
     WINDOW_CHUNK,
+    DoesNotFit,
+    Flags,
     Plan,
     make_plan,
     seeds_budget_bytes,
 )
 from kestrel_cuda.quant.packed import Element
+from kestrel_cuda.sizes import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
 L = 28
@@ -54,6 +58,7 @@ def plan(
     on_gpu: bool = True,
     collects_logits: bool = False,
     lowers_prefetch: bool = True,
+    flags: Flags = RUN_FLAGS,
     **config: Any,
 ) -> Plan:
     """A plan for the 2B shape on a card with `free` bytes left; nothing is fetched ahead unless asked."""
@@ -71,6 +76,7 @@ def plan(
         on_gpu=on_gpu,
         collects_logits=collects_logits,
         lowers_prefetch=lowers_prefetch,
+        flags=flags,
     )
 
 
@@ -215,9 +221,47 @@ def test_a_cache_budget_bounds_the_weights_alone() -> None:
         plan(cache_budget=GIB, keep=0)
 
 
-def test_a_cache_budget_too_small_for_one_layer_is_named() -> None:
-    with pytest.raises(DeviceError, match="cache-budget"):
-        plan(cache_budget=100 * MIB)
+def test_a_cache_budget_is_compared_with_weights_alone() -> None:
+    head = row(plan(), "lm_head")
+    needed = format_size(L * layer_bytes() + head)
+    with pytest.raises(DoesNotFit) as caught:
+        plan(cache_budget=GIB, keep=0)
+    assert str(caught.value) == (
+        f"keeping all of 28 layers resident needs {needed} of weights, more than --cache-budget 1.00 GiB; --keep 6 fits"
+    )
+    assert caught.value.bound == "--cache-budget 1.00 GiB"
+
+
+def test_a_budget_that_holds_the_weights_is_not_blamed() -> None:
+    with pytest.raises(DeviceError, match=r"more than --vram 2\.00 GiB; --keep"):
+        plan(vram_bytes=2 * GIB, cache_budget=GIB * 15 // 8, keep=0)
+
+
+@pytest.mark.parametrize(("prefetch", "advice"), [(0, "--quant q4_0 needs less"), (2, "a smaller --prefetch or ")])
+def test_a_cache_budget_too_small_for_one_layer_is_named(prefetch: int, advice: str) -> None:
+    least = plan(keep=1, prefetch=prefetch)
+    weights_bytes = row(least, "weights") + row(least, "lm_head")
+    with pytest.raises(DeviceError) as caught:
+        plan(cache_budget=100 * MIB, prefetch=prefetch, lowers_prefetch=False)
+    enough = f"--cache-budget {-(-weights_bytes // MIB)}MiB"
+    assert str(caught.value).startswith(
+        f"--cache-budget 100.00 MiB cannot hold even a window of one layer; {enough} would ("
+        f"weights of {2 + prefetch} of 28 layers at the peak {format_size(row(least, 'weights'))}, lm_head "
+    )
+    assert f"); {advice}" in str(caught.value)
+
+
+def test_a_refusal_advises_what_the_caller_has() -> None:
+    flags = Flags("--keeps", ("--new-tokens",), lays=True)
+    with pytest.raises(DeviceError, match=r"\); a smaller --new-tokens or --quant q4_0 needs less$"):
+        plan(vram_bytes=600 * MIB, flags=flags)
+    with pytest.raises(DeviceError, match=r"\); a smaller --new-tokens needs less$"):
+        plan(vram_bytes=550 * MIB, quant=Quant.Q4_0, flags=flags)
+    with pytest.raises(DeviceError, match=r"; --keeps \d+ fits$"):
+        plan(vram_bytes=2 * GIB, keep=0, flags=flags)
+    assert plan(keep=29, flags=flags).warnings == ("--keeps 29 is more than the model's 28 layers: 28 are kept",)
+    assert any("--keep 10 of 28 layers is used" in note for note in plan(vram_bytes=2 * GIB).notes)
+    assert not any("is used" in note for note in plan(vram_bytes=2 * GIB, flags=flags).notes)
 
 
 def test_a_context_beyond_the_models_positions() -> None:
