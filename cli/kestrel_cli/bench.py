@@ -69,6 +69,8 @@ def compare_windows(given: flags.Given, variables: Mapping[str, str], output: Ou
         report = run_measure(settings, on_progress)
     heard.add(report.notes, report.warnings)
     heard.add((), options.unused_device(settings, report.backend))
+    if all(row.keep == "off" for row in report.rows):
+        heard.add(options.unused_window(settings, 0), ())
 
     difference = None if report.all_equal else difference_in(report.rows)
     result = bench_result(report, settings, heard)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from kestrel_cli import values
@@ -187,10 +188,27 @@ CONFLICTS = (
 )
 
 
-def settle(known: tuple[Setting[Any], ...], flags: Mapping[str, str | bool], variables: Mapping[str, str]) -> Settings:
-    """Every setting of a command, the profile that --profile or its variable names laid below them."""
+_NO_UNREAD: Mapping[Setting[Any], str] = MappingProxyType({})
+_UNREAD_BY_BENCH: Mapping[Setting[Any], str] = MappingProxyType(
+    {
+        HOST_KEEP: "bench holds every layer in host memory",
+        LAZY: "bench uploads what a window needs before it is timed",
+    }
+)
+
+
+def settle(
+    known: tuple[Setting[Any], ...],
+    flags: Mapping[str, str | bool],
+    variables: Mapping[str, str],
+    unread: Mapping[Setting[Any], str] = _NO_UNREAD,
+) -> Settings:
+    """Every setting of a command, the profile that --profile or its variable names laid below them.
+
+    Of `unread` settings, which the command has no use for, a note is made where somebody chose one.
+    """
     chosen = resolve((PROFILE,), (), flags, variables, None)[PROFILE]
-    settings = resolve(known, CONFLICTS, flags, variables, load_profile(chosen) if chosen is not None else None)
+    settings = resolve(known, CONFLICTS, flags, variables, load_profile(chosen) if chosen is not None else None, unread)
     settings.warnings += stray_variables((*RUN, *INSPECT, *BENCH_ONE, *BENCH_SWEEP), variables)
     if BACKEND in settings and settings[BACKEND] == "cpu" and settings.source(DEVICE) == "flag":
         raise SettingError(f"--device chooses a GPU, and {settings.label(BACKEND)} asks for the CPU backend")
@@ -211,14 +229,18 @@ def settle(known: tuple[Setting[Any], ...], flags: Mapping[str, str | bool], var
 
 
 def settle_bench(flags: Mapping[str, str | bool], variables: Mapping[str, str]) -> Settings:
-    """The settings of `bench`: of one window, or of a sweep. The other kind's variables are not read."""
+    """The settings of `bench`: of one window, or of a sweep. A note says where the other kind's are set."""
     sweeps = SWEEP_KEEP.name in flags
     if sweeps and KEEP.name in flags:
         raise SettingError("--sweep-keep and --keep contradict each other: a sweep takes its windows from --keeps")
     stray = next((setting for setting in _OF_A_SWEEP if setting.name in flags), None)
     if stray is not None and not sweeps:
         raise SettingError(f"{stray.flag} is for a sweep over windows; add --sweep-keep")
-    return settle(BENCH_SWEEP if sweeps else BENCH_ONE, flags, variables)
+    if sweeps:
+        others = {KEEP: "a sweep takes its windows from --keeps"}
+    else:
+        others = dict.fromkeys(_OF_A_SWEEP, "it is for a sweep over windows (--sweep-keep)")
+    return settle(BENCH_SWEEP if sweeps else BENCH_ONE, flags, variables, {**_UNREAD_BY_BENCH, **others})
 
 
 def unused_device(settings: Settings, backend: str) -> list[str]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 from kestrel_cuda.errors import SettingError, UserError
@@ -138,13 +139,18 @@ def resolve(
     flags: Mapping[str, str | bool],
     variables: Mapping[str, str],
     profile: Profile | None,
+    unread: Mapping[Setting[Any], str] = MappingProxyType({}),
 ) -> Settings:
     """Lay the sources over one another. Only what wins is parsed: a variable that a flag overrides may hold anything.
 
     Of two settings that contradict each other the one from the stronger source wins; from equally strong ones it is
-    a SettingError.
+    a SettingError. `unread` are settings that this command has no use for, and why: a note names those that are set.
     """
-    notes = []
+    notes = [
+        f"{found.label} is not read: {why}"
+        for setting, why in unread.items()
+        if (found := _find(setting, flags, variables, profile)) is not None and not _is_default(setting, found)
+    ]
     given = {s: found for s in known if (found := _find(s, flags, variables, profile)) is not None}
     for conflict in conflicts:
         one, other = given.get(conflict.one), given.get(conflict.other)
@@ -191,6 +197,14 @@ def _read(setting: Setting[Any], given: _Given) -> _Resolved:
         raise SettingError(f"{given.label} holds {_quoted(given.raw)}, {error}; it takes {takes}") from error
     except ValueError as error:
         raise SettingError(f"{given.label} holds {_quoted(given.raw)}; it takes {takes}") from error
+
+
+def _is_default(setting: Setting[Any], given: _Given) -> bool:
+    """Whether it asks for what would be without it; what cannot be read does not."""
+    try:
+        return bool(_read(setting, given).value == setting.default)
+    except SettingError:
+        return False
 
 
 def _quoted(raw: str | bool) -> str:

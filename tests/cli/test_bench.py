@@ -135,6 +135,54 @@ class TestSwitches:
         assert settings[getattr(options, name)] == value
         assert settings.source(getattr(options, name)) == f"KESTREL_CUDA_{name}"
 
+    @pytest.mark.parametrize(
+        ("arguments", "variables", "note"),
+        [
+            (
+                ("--keep", "2"),
+                {"VLLM_VQF_STREAM": "3"},
+                "VLLM_VQF_STREAM is not read: bench holds every layer in host memory",
+            ),
+            (
+                ("--sweep-keep", "--keeps", "2"),
+                {"VLLM_CUDA_STREAM": "4"},
+                "VLLM_CUDA_STREAM is not read: a sweep takes its windows from --keeps",
+            ),
+            (
+                ("--keep", "2"),
+                {"KESTREL_CUDA_KEEPS": "zzz"},
+                "KESTREL_CUDA_KEEPS is not read: it is for a sweep over windows (--sweep-keep)",
+            ),
+            ((), {"VLLM_VQF_STREAM": "0", "KESTREL_CUDA_POLICIES": ""}, None),
+            (("--sweep-keep",), {"VLLM_CUDA_STREAM": " "}, None),
+        ],
+    )
+    def test_what_it_does_not_read_is_said(
+        self, bench: Bench, arguments: tuple[str, ...], variables: dict[str, str], note: str | None
+    ) -> None:
+        exit_code, out, _ = bench("--json", *arguments, **variables)
+        assert exit_code == 0
+        assert json.loads(out)["notes"] == [*([note] if note else []), *REPORT.notes]
+
+    def test_rules_without_a_window_are_said_to_change_nothing(self, bench: Bench) -> None:
+        bench.report = replace(REPORT, rows=(OFF,), notes=())
+        _, out, _ = bench("--json", "--keep", "off", "--policy", "pinned")
+        assert json.loads(out)["notes"] == [
+            "--policy changed nothing: every weight is resident, there is no window",
+        ]
+
+    def test_what_it_does_not_read_of_a_profile_is_said(self, bench: Bench, tmp_path: Path) -> None:
+        file = tmp_path / "p.toml"
+        file.write_text("keep = 7\nhost_keep = 2\nlazy = true\n", encoding="utf-8")
+        _, out, _ = bench("--json", "--sweep-keep", "--profile", str(file))
+        assert json.loads(out)["notes"][:-1] == [
+            f"profile {file}: host_keep is not read: bench holds every layer in host memory",
+            f"profile {file}: lazy is not read: bench uploads what a window needs before it is timed",
+            f"profile {file}: keep is not read: a sweep takes its windows from --keeps",
+        ]
+        _, out, _ = bench("--json", "--profile", "default")
+        assert json.loads(out)["notes"] == list(REPORT.notes)
+
     def test_the_variables_of_a_sweep_are_for_sweeps(self) -> None:
         variables = dict.fromkeys(("KESTREL_CUDA_KEEPS", "KESTREL_CUDA_POLICIES", "KESTREL_CUDA_EVICTS"), "garbage")
         settings = options.settle_bench({"keep": "2"}, variables)
