@@ -54,17 +54,20 @@ class StripCacheWriter:
         self._slab_sha256: dict[str, str] = {}
         self._executor = hash_executor()
         self._lock = self._file = -1
+        # Noted before they are made, so that an interrupt leaves none of them.
+        self._made: list[Path] = []
+        self._temporaries: list[Path] = []
 
     def __enter__(self) -> Self:
         directory, expected = self._directory, self._expected
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            self._make_directory()
             _sweep(directory)
             if self._target.is_symlink() or (self._target.exists() and not self._target.is_dir()):
                 raise SettingError(f"{self._because}--strip-cache: {self._target} is not a directory; remove it")
             self._refuse_foreign()
             self._replaced = _identity(self._target)
-            self._temporary, self._lock = _make_temporary(directory, expected.folder)
+            self._make_temporary()
             free_bytes = shutil.disk_usage(directory).free
             if free_bytes < expected.num_bytes:
                 free, needed = format_size(free_bytes), format_size(expected.num_bytes)
@@ -151,6 +154,7 @@ class StripCacheWriter:
                     return winner
             self._refuse_foreign()
             old = self._directory / temporary_name(self._expected.folder)
+            self._temporaries.append(old)
             with contextlib.suppress(FileNotFoundError):  # another process has just moved it
                 self._target.rename(old)
                 remove(old)
@@ -171,6 +175,35 @@ class StripCacheWriter:
                 f"put there ({shortened(foreign)}); move that elsewhere, or give another directory"
             )
 
+    def _make_directory(self) -> None:
+        """The directory and those above it, as far as there are none."""
+        missing = [path for path in (self._directory, *self._directory.parents) if not path.is_dir()]
+        for path in reversed(missing):
+            self._made.append(path)
+            try:
+                path.mkdir()
+            except OSError as error:
+                self._made.pop()
+                if not isinstance(error, FileExistsError) or not path.is_dir():
+                    raise
+
+    def _make_temporary(self) -> None:
+        """A new folder and a handle that holds its lock, which the system drops however the process ends."""
+        while True:
+            self._temporary = self._directory / temporary_name(self._expected.folder)
+            self._temporaries.append(self._temporary)
+            self._temporary.mkdir()
+            try:
+                self._lock = open_folder(self._temporary)
+            except FileNotFoundError:
+                continue
+            with contextlib.suppress(OSError):  # no locks on this file system: then nobody sweeps there either
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self._temporary.exists():  # else another process swept it before it was locked
+                return
+            os.close(self._lock)
+            self._lock = -1
+
     def _write(self, piece: memoryview, offset: int) -> None:
         while piece:
             num_written = os.pwrite(self._file, piece, offset)
@@ -181,10 +214,15 @@ class StripCacheWriter:
         self._executor.shutdown(cancel_futures=True)
         if self._file >= 0:
             os.close(self._file)
+        for path in self._temporaries:
+            remove(path)
         if self._lock >= 0:
-            remove(self._temporary)
             os.close(self._lock)
         self._lock = self._file = -1
+        for path in reversed(self._made):
+            with contextlib.suppress(OSError):  # what holds anything stays
+                path.rmdir()
+        self._made, self._temporaries = [], []
 
     def _cannot_write(self, error: OSError) -> SettingError:
         reason, advice = _why_not(self._directory, error)
@@ -215,22 +253,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _make_temporary(directory: Path, name: str) -> tuple[Path, int]:
-    """A new folder and a handle that holds its lock, which the system drops however the process ends."""
-    while True:
-        path = directory / temporary_name(name)
-        path.mkdir()
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        with contextlib.suppress(OSError):  # no locks on this file system: then nobody sweeps there either
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():  # else another process swept it before it was locked
-            return path, lock
-        os.close(lock)
 
 
 def _sweep(directory: Path) -> None:

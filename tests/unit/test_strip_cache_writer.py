@@ -81,7 +81,7 @@ def test_a_source_changed_under_way_is_not_saved(own_model: Path, tmp_path: Path
         os.utime(own_model / "model.safetensors", ns=(5, 5))
         with pytest.raises(CheckpointError, match="changed while it was loaded; load it again"):
             writer.commit({})
-    assert names_in(tmp_path / "strips") == set()
+    assert names_in(tmp_path) == {"own"}
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/strips"])
@@ -138,6 +138,51 @@ def test_a_file_in_the_way_is_left_alone(tmp_path: Path, packed: Packed) -> None
     ):
         pytest.fail("entered")
     assert names_in(tmp_path) == {packed.expected.folder}
+
+
+@pytest.mark.parametrize("had_directory", [True, False])
+@pytest.mark.parametrize("call", ["mkdir", "open", "flock"])
+def test_an_interrupt_as_it_begins_leaves_nothing(
+    tmp_path: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch, call: str, had_directory: bool
+) -> None:
+    place: Any = {"mkdir": Path, "open": os, "flock": fcntl}[call]
+    do, interrupted = getattr(place, call), []
+
+    def interrupt_after(subject: Any, *rest: Any, **options: Any) -> None:
+        found = do(subject, *rest, **options)
+        is_temporary = call == "flock" or ".incomplete-" in str(subject)
+        if is_temporary and not interrupted:
+            interrupted.append(subject)
+            raise KeyboardInterrupt
+        return found  # type: ignore[no-any-return]
+
+    directory = tmp_path / "a" / "b"
+    if had_directory:
+        directory.mkdir(parents=True)
+    monkeypatch.setattr(place, call, interrupt_after)
+    with pytest.raises(KeyboardInterrupt), StripCacheWriter(directory, packed.expected):
+        pytest.fail("entered")
+    assert interrupted
+    assert names_in(tmp_path) == ({"a"} if had_directory else set())
+    assert not had_directory or names_in(directory) == set()
+
+
+@pytest.mark.parametrize("had", ["", "a", "a/b"])
+def test_directories_made_for_a_cache_that_is_refused_go_again(
+    tmp_path: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch, had: str
+) -> None:
+    (tmp_path / had).mkdir(parents=True, exist_ok=True)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1024)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(SettingError, match="free"), StripCacheWriter(tmp_path / "a" / "b", packed.expected):
+            pytest.fail("entered")
+    with pytest.raises(RuntimeError), StripCacheWriter(tmp_path / "a" / "b", packed.expected):
+        raise RuntimeError("stop")
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == [path for path in ("a", "a/b") if f"{had}/".startswith(f"{path}/")]
+    save(tmp_path / "a" / "b", packed).close()
+    hit(tmp_path / "a" / "b", packed).close()
 
 
 # Several processes
