@@ -33,6 +33,7 @@ from kestrel_cuda.model.vision import HostTower, encode_all
 from kestrel_cuda.model.vision_weights import read_tower
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
+from kestrel_cuda.paths import shown_path
 from kestrel_cuda.plan import RUN_FLAGS, Flags, Plan, make_plan
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport
@@ -81,7 +82,7 @@ class Engine:
         """Token ids of a conversation through the checkpoint's template, ready for the answer."""
         if self.chat is None:
             raise InputError(
-                f"{self.config.model} has no chat template (chat_template.jinja, chat_template.json or "
+                f"{shown_path(self.config.model)} has no chat template (chat_template.jinja, chat_template.json or "
                 "tokenizer_config.json); use --raw to give the prompt as it is"
             )
         return self._without_pictures(
@@ -253,7 +254,9 @@ class Engine:
         """Features of pictures and videos, which follow one another in `pixels_mk` as in the prompt."""
         vision = self.checkpoint.config.vision
         if self.checkpoint.text_only or vision is None:
-            raise InputError(f"{self.config.model} has no vision tower: it reads text only; leave the pictures out")
+            raise InputError(
+                f"{shown_path(self.config.model)} has no vision tower: it reads text only; leave the pictures out"
+            )
         tower = HostTower(vision, read_tower(self.checkpoint, vision))
         return EncodedVisuals(tuple(visuals), encode_all(tower, pixels_mk, [visual.grid for visual in visuals]))
 

@@ -13,6 +13,7 @@ from kestrel_cuda.checkpoint.reader import NOT_FINITE, Checkpoint
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.model.weights import DecoderWeights
+from kestrel_cuda.paths import shown_path
 from kestrel_cuda.quant.packed import SlabEntry
 from kestrel_cuda.quant.strip_cache import DamagedStripCache, Miss, StripCache, find
 from kestrel_cuda.quant.strip_cache_writer import StripCacheWriter
@@ -68,7 +69,7 @@ class WeightLoader:
                 store.load_packed(cache.read_into, self._on_layer)
             if cache is found:
                 # Not sooner: what turns out damaged while it is read gives no weights.
-                self._notes.append(f"the packed weights come from the strip cache {cache.path}")
+                self._notes.append(f"the packed weights come from the strip cache {shown_path(cache.path)}")
         except DamagedStripCache as error:
             cache.close()
             cache = self._build(store, expected, str(error), keep_host=not streams)
@@ -106,7 +107,7 @@ class WeightLoader:
         with StripCacheWriter(self._config.strip_cache, expected, reason) as writer:
             found = store.load(self._members, self._on_layer, save=writer.add, keep_host=keep_host)
             cache = writer.commit(_lost_groups(found))
-        self._notes.append(f"the packed weights were saved in the strip cache {cache.path}")
+        self._notes.append(f"the packed weights were saved in the strip cache {shown_path(cache.path)}")
         return cache
 
     def _members(self, entry: SlabEntry) -> Sequence[SourceMatrix]:

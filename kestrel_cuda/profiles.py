@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kestrel_cuda.errors import SettingError
+from kestrel_cuda.paths import shown_path
 
 KNOWN_KEYS = (
     "model",
@@ -58,8 +59,9 @@ def load_profile(name_or_file: str, folder: Path | None = None) -> Profile:
     """
     name = name_or_file
     if _is_path(name):
+        name = shown_path(name_or_file)
         try:
-            path = Path(name).expanduser()
+            path = Path(name_or_file).expanduser()
         except RuntimeError as error:
             raise SettingError(f"profile {name}: there is no such user's home folder") from error
     else:

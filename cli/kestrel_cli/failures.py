@@ -11,6 +11,7 @@ import typer
 from kestrel_cli.output import PROGRAM, StdoutClosed, one_line
 from kestrel_cli.signals import exit_code_of
 from kestrel_cuda.errors import CheckFailed, InternalError, KestrelError, SettingError, UserError
+from kestrel_cuda.paths import shown_path
 
 
 class ExitCode(IntEnum):
@@ -59,7 +60,7 @@ def failure_of(error: BaseException) -> Failure:
         case RuntimeError() | ImportError() if line := _line_of(str(error), _OUT_OF_MEMORY):
             return Failure(ExitCode.USER, UserError.kind, f"out of memory or threads: {one_line(line)}")
         case OSError():
-            where = f"{error.filename}: " if error.filename is not None else ""
+            where = f"{shown_path(error.filename)}: " if error.filename is not None else ""
             return Failure(ExitCode.USER, UserError.kind, one_line(f"{where}{error.strerror or error}"))
         case KestrelError():
             return Failure(ExitCode.INTERNAL, error.kind, one_line(str(error)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kestrel_cuda.errors import SettingError
+from kestrel_cuda.paths import shown_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,10 +23,14 @@ def check_writable(path: Path) -> None:
         target = _target(path)
         if target.exists():
             if not target.is_file():
-                raise SettingError(f"--logits {path}: not a file; needed: the path of one, or of nothing yet")
+                raise SettingError(
+                    f"--logits {shown_path(path)}: not a file; needed: the path of one, or of nothing yet"
+                )
             # A rename would replace it all the same, as root may: the mode is the owner's word.
             if not target.stat().st_mode & 0o222 or not os.access(target, os.W_OK):
-                raise SettingError(f"--logits {path}: the file is read-only; give another, or make it writable")
+                raise SettingError(
+                    f"--logits {shown_path(path)}: the file is read-only; give another, or make it writable"
+                )
         temporary = _temporary(target)
         temporary.touch(exist_ok=False)
         temporary.unlink()
@@ -53,10 +58,10 @@ def _refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SettingError(f"--logits {path}: cannot be written: {error.strerror}") from error
+        raise SettingError(f"--logits {shown_path(path)}: cannot be written: {error.strerror}") from error
     except RuntimeError as error:
         # What pathlib makes of a ring of links.
-        raise SettingError(f"--logits {path}: cannot be written: {error}") from error
+        raise SettingError(f"--logits {shown_path(path)}: cannot be written: {error}") from error
 
 
 def _target(path: Path) -> Path:

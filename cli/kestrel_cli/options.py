@@ -41,7 +41,7 @@ def _show_keeps(keeps: tuple[int, ...] | None) -> tuple[int | str, ...] | None:
 
 
 PROFILE = Setting[str | None](
-    "profile", None, "a profile's name or a .toml file", values.non_empty, variable="KESTREL_CUDA_PROFILE"
+    "profile", None, "a profile's name or a .toml file", values.non_blank, variable="KESTREL_CUDA_PROFILE"
 )
 MODEL = Setting[Path](
     "model",

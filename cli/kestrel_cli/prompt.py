@@ -13,6 +13,7 @@ from kestrel_cli.conversation import Say, read_conversation
 from kestrel_cli.settings import Settings
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.messages import Message
+from kestrel_cuda.paths import shown_path
 
 BUILT_IN_QUESTION = "What is a residency window, in one sentence?"
 _STDIN = Path("-")
@@ -57,7 +58,7 @@ def read_prompt(settings: Settings, stdin: BinaryIO | None, say: Say, warn: Say)
         return IdsPrompt(list(ids))
     messages_file = settings[options.MESSAGES]
     if messages_file is not None:
-        return ChatPrompt(read_conversation(_file_text(messages_file, stdin, say), str(messages_file), warn))
+        return ChatPrompt(read_conversation(_file_text(messages_file, stdin, say), shown_path(messages_file), warn))
     text = _text(settings, stdin, say)
     if settings[options.RAW]:
         if not text:
@@ -88,9 +89,9 @@ def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:
     if file == _STDIN:
         return _stdin_text(stdin, say)
     try:
-        return decode(file.read_bytes(), str(file))
+        return decode(file.read_bytes(), shown_path(file))
     except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{shown_path(file)}: cannot be read: {error.strerror}") from error
 
 
 def _stdin_text(stdin: BinaryIO | None, say: Say) -> str:

@@ -101,14 +101,15 @@ def named_file(text: str) -> Path:
     return file(text)
 
 
-def non_empty(text: str) -> str:
-    if not text:
+def non_blank(text: str) -> str:
+    if not text.strip():
         raise ValueError(text)
     return text
 
 
 def path(text: str) -> Path:
-    if not text or "\0" in text:
+    """A path, `~` expanded. Raises ValueError for a blank one, which nobody means and nobody sees in a message."""
+    if not text.strip() or "\0" in text:
         raise ValueError(text)
     try:
         # A shell does not expand `~` in a profile's value.

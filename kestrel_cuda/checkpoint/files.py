@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -91,16 +92,16 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error that says why `path` cannot be read, and what to do about it."""
     if isinstance(error, NotAFileError):
-        return CheckpointError(f"{path} {error.strerror}; put the file of that name there")
+        return CheckpointError(f"{shown_path(path)} {error.strerror}; put the file of that name there")
     if error.errno == errno.ELOOP:
-        return CheckpointError(f"{path} is a link that leads back to itself; fetch the file again")
+        return CheckpointError(f"{shown_path(path)} is a link that leads back to itself; fetch the file again")
     if error.errno == errno.ENOENT and path.is_symlink():
-        return CheckpointError(f"{path} is a link to a file that does not exist; fetch it again")
+        return CheckpointError(f"{shown_path(path)} is a link to a file that does not exist; fetch it again")
     if error.errno == errno.ENOENT:
-        return CheckpointError(f"{path} does not exist; fetch it")
+        return CheckpointError(f"{shown_path(path)} does not exist; fetch it")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return CheckpointError(f"cannot read {path}: {error.strerror}; allow this user to read it")
-    return CheckpointError(f"cannot read {path}: {error.strerror}; check the disk that it is on")
+        return CheckpointError(f"cannot read {shown_path(path)}: {error.strerror}; allow this user to read it")
+    return CheckpointError(f"cannot read {shown_path(path)}: {error.strerror}; check the disk that it is on")
 
 
 def printable(text: str, most: int = 80) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kestrel_cuda.checkpoint.files import is_present, printable, read_text
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 
 MAX_INTEGER = 2**31 - 1
 """The largest whole number taken: far above any size or id there is, and safe to compute with."""
@@ -87,12 +88,16 @@ class JsonObject:
 
     def missing(self, key: str) -> CheckpointError:
         """The error that says `key` is needed and absent."""
-        return CheckpointError(f"{self.path} lacks {self.prefix}{key}; take this file from the original checkpoint")
+        return CheckpointError(
+            f"{shown_path(self.path)} lacks {self.prefix}{key}; take this file from the original checkpoint"
+        )
 
     def wrong(self, key: str, needed: str) -> CheckpointError:
         """The error that says what `key` holds and what it has to hold."""
         name = self.prefix + printable(key)
-        return CheckpointError(f"{self.path}: {name} is {shown(self.values.get(key))}; it has to be {needed}")
+        return CheckpointError(
+            f"{shown_path(self.path)}: {name} is {shown(self.values.get(key))}; it has to be {needed}"
+        )
 
     def _needed(self, key: str) -> object:
         value = self.values.get(key)
@@ -136,9 +141,13 @@ def read_json(path: Path) -> JsonObject:
     try:
         values = parse_json(read_text(path, "utf-8-sig"))
     except ValueError as error:  # bad JSON and bad UTF-8 alike
-        raise CheckpointError(f"{path} is not JSON ({path.stat().st_size} bytes): {error}; fetch it again") from error
+        raise CheckpointError(
+            f"{shown_path(path)} is not JSON ({path.stat().st_size} bytes): {error}; fetch it again"
+        ) from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}; an object is needed: fetch it again")
+        raise CheckpointError(
+            f"{shown_path(path)} holds a JSON {type(values).__name__}; an object is needed: fetch it again"
+        )
     return JsonObject(values, path)
 
 

@@ -11,6 +11,7 @@ from kestrel_cuda.checkpoint.json_file import read_json, shown
 from kestrel_cuda.checkpoint.names import canonical
 from kestrel_cuda.checkpoint.tensor_file import StoredTensor, TensorFile
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -44,20 +45,22 @@ class StoredTensors:
 def check_directory(path: Path) -> None:
     needed = "a directory with config.json and *.safetensors, as on Hugging Face"
     if not is_present(path):
-        raise CheckpointError(f"{path} does not exist; give {needed}")
+        raise CheckpointError(f"{shown_path(path)} does not exist; give {needed}")
     try:
         path.stat()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is a link to a directory that does not exist; give {needed}") from error
+        raise CheckpointError(
+            f"{shown_path(path)} is a link to a directory that does not exist; give {needed}"
+        ) from error
     except OSError as error:
         raise unreadable(path, error) from error
     if not path.is_dir():
         kind = "GGUF file, which is not read" if path.suffix == ".gguf" else "file"
-        raise CheckpointError(f"{path} is a {kind}; give {needed}")
+        raise CheckpointError(f"{shown_path(path)} is a {kind}; give {needed}")
     if not is_present(path / "config.json"):
         gguf = next(path.glob("*.gguf"), None)
         found = f"{gguf.name}: GGUF files are not read" if gguf else "no config.json"
-        raise CheckpointError(f"{path} holds {found}; give {needed}")
+        raise CheckpointError(f"{shown_path(path)} holds {found}; give {needed}")
 
 
 def locate_tensors(path: Path, warnings: list[str]) -> StoredTensors:
@@ -93,7 +96,7 @@ def locate_tensors(path: Path, warnings: list[str]) -> StoredTensors:
             if name in locations:
                 also = printable(stored_name)
                 raise CheckpointError(
-                    f"{path} holds {printable(name)} twice, also as {also} in {file_name}; keep one of them"
+                    f"{shown_path(path)} holds {printable(name)} twice, also as {also} in {file_name}; keep one of them"
                 )
             locations[name] = Location(file, stored_name)
     stamps = sorted([*index_stamps, *(file.stamp for file in files.values())])
@@ -104,18 +107,19 @@ def _weight_map(index: Path) -> dict[str, str]:
     """The file of every tensor, each file under one name though the index may spell or link it in several ways."""
     weight_map = read_json(index).child("weight_map")
     if weight_map is None or not weight_map.values:
-        raise CheckpointError(f"{index} lacks weight_map; take this file from the original checkpoint")
+        raise CheckpointError(f"{shown_path(index)} lacks weight_map; take this file from the original checkpoint")
     spellings: dict[str, str] = {}
     names: dict[str, str] = {}
     for file_name in weight_map.values.values():
         if not isinstance(file_name, str) or not _is_file_name(file_name):
-            raise CheckpointError(f"{index} gives {shown(file_name)} for a file; the name of one is needed")
+            raise CheckpointError(f"{shown_path(index)} gives {shown(file_name)} for a file; the name of one is needed")
         if file_name in spellings:
             continue
         relative = PurePosixPath(file_name)
         if relative.is_absolute() or ".." in relative.parts:
             raise CheckpointError(
-                f"{index} names {printable(file_name)}, which is outside {index.parent}; files beside it are needed"
+                f"{shown_path(index)} names {printable(file_name)}, which is outside {shown_path(index.parent)}; "
+                "files beside it are needed"
             )
         real = os.path.realpath(index.parent / relative)
         spellings[file_name] = names.setdefault(real, str(relative))
@@ -131,14 +135,15 @@ def _check_listed(index: Path, weight_map: dict[str, str], files: dict[str, Tens
     absent = [tensor for tensor, file_name in weight_map.items() if tensor not in files[file_name].tensors]
     if absent:
         raise CheckpointError(
-            f"{index.parent / weight_map[absent[0]]} lacks tensors that {_INDEX} places there ({len(absent)}): "
+            f"{shown_path(index.parent / weight_map[absent[0]])} lacks tensors that {_INDEX} places there "
+            f"({len(absent)}): "
             f"{shortened(absent)}; fetch both again"
         )
 
 
 def _missing_files(path: Path, missing: list[str], indexed: bool) -> str:
     if indexed:
-        return f"{path} lacks files that {_INDEX} names ({len(missing)}): {shortened(missing)}; fetch them"
+        return f"{shown_path(path)} lacks files that {_INDEX} names ({len(missing)}): {shortened(missing)}; fetch them"
     if any(path.glob("*.safetensors")):
-        return f"{path} holds safetensors files but neither {_SINGLE} nor {_INDEX}; fetch the index"
-    return f"{path} lacks {_SINGLE} (or {_INDEX} and its files); only safetensors are read"
+        return f"{shown_path(path)} holds safetensors files but neither {_SINGLE} nor {_INDEX}; fetch the index"
+    return f"{shown_path(path)} lacks {_SINGLE} (or {_INDEX} and its files); only safetensors are read"

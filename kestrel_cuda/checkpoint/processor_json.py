@@ -10,6 +10,7 @@ from kestrel_cuda.checkpoint.files import is_present
 from kestrel_cuda.checkpoint.json_file import MAX_NUMBER, JsonObject, read_json, read_json_if_present, shown
 from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcessorConfig
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 
 _BOTH = "processor_config.json"
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
@@ -53,7 +54,7 @@ def check_processor(processor: ImageProcessorConfig, model: ModelConfig, directo
     path, vision = directory / "config.json", model.vision
     if vision is None:
         raise CheckpointError(
-            f"{path} lacks vision_config: this checkpoint takes text only; use one with a vision tower"
+            f"{shown_path(path)} lacks vision_config: this checkpoint takes text only; use one with a vision tower"
         )
     for key, found, needed in (
         ("patch_size", vision.patch_size, processor.patch_size),
@@ -62,7 +63,8 @@ def check_processor(processor: ImageProcessorConfig, model: ModelConfig, directo
     ):
         if found != needed:
             raise CheckpointError(
-                f"{path}: vision_config.{key} is {found}; it has to be {needed}, as the checkpoint's rules for "
+                f"{shown_path(path)}: vision_config.{key} is {found}; it has to be {needed}, as the checkpoint's "
+                "rules for "
                 "pictures have it"
             )
 
@@ -74,7 +76,7 @@ def _section(directory: Path, key: str, file_name: str) -> JsonObject:
         return nested
     if not is_present(directory / file_name):
         raise CheckpointError(
-            f"{directory} lacks {file_name} (or {key} in {_BOTH}), which says how to resize and cut; "
+            f"{shown_path(directory)} lacks {file_name} (or {key} in {_BOTH}), which says how to resize and cut; "
             "take it from the original checkpoint"
         )
     return read_json(directory / file_name)

@@ -31,6 +31,7 @@ from kestrel_cuda.checkpoint.names import (
 from kestrel_cuda.checkpoint.tensor_file import FLOAT_DTYPES, RawTensor
 from kestrel_cuda.config import ModelConfig, VisionConfig
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 from kestrel_cuda.weight_keys import Projection, WeightKey
 
 NOT_FINITE = "{} holds weights that are not finite; the checkpoint is damaged, fetch it again"
@@ -96,7 +97,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     elif not config.tie_word_embeddings:
         _check_listed(path, stored, [LM_HEAD_WEIGHT])
         raise CheckpointError(
-            f"{path} lacks lm_head.weight and config.json does not tie it to the embedding; fetch it again"
+            f"{shown_path(path)} lacks lm_head.weight and config.json does not tie it to the embedding; fetch it again"
         )
     text_only = not any(name.startswith(VISION_PREFIX) for name in locations)
     if text_only:
@@ -138,7 +139,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _vision_config(path: Path, config: ModelConfig) -> VisionConfig:
     if config.vision is None:
-        raise CheckpointError(f"{path} stores a vision tower (model.visual.*) but config.json lacks vision_config")
+        raise CheckpointError(
+            f"{shown_path(path)} stores a vision tower (model.visual.*) but config.json lacks vision_config"
+        )
     return config.vision
 
 
@@ -161,7 +164,8 @@ def _check_listed(path: Path, stored: StoredTensors, missing: list[str]) -> None
     unlisted = [name for name in missing if name in stored.unlisted]
     if unlisted:
         raise CheckpointError(
-            f"{path}: the index leaves out needed tensors ({len(unlisted)}): {shortened(unlisted)}, stored in "
+            f"{shown_path(path)}: the index leaves out needed tensors ({len(unlisted)}): {shortened(unlisted)}, "
+            "stored in "
             f"{stored.unlisted[unlisted[0]].name}; fetch the index again"
         )
 
@@ -172,7 +176,9 @@ def _check_tensors(path: Path, stored: StoredTensors, needed: dict[str, Shape]) 
     missing = [name for name in needed if name not in locations]
     if missing:
         _check_listed(path, stored, missing)
-        raise CheckpointError(f"{path} lacks needed tensors ({len(missing)}): {shortened(missing)}; fetch it again")
+        raise CheckpointError(
+            f"{shown_path(path)} lacks needed tensors ({len(missing)}): {shortened(missing)}; fetch it again"
+        )
     for name, shape in needed.items():
         location = locations[name]
         if location.stored.shape != shape:
@@ -182,7 +188,7 @@ def _check_tensors(path: Path, stored: StoredTensors, needed: dict[str, Shape]) 
     if unread:
         dtype = locations[unread[0]].stored.dtype
         raise CheckpointError(
-            f"{path} stores tensors in {printable(dtype)} ({len(unread)}): {shortened(unread)}; "
+            f"{shown_path(path)} stores tensors in {printable(dtype)} ({len(unread)}): {shortened(unread)}; "
             f"only {', '.join(FLOAT_DTYPES)} are read: use the original checkpoint"
         )
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from kestrel_cuda.checkpoint.files import FileStamp, open_file, printable, unreadable
 from kestrel_cuda.checkpoint.json_file import parse_json
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 
 FloatDtype = Literal["BF16", "F16", "F32"]
 FLOAT_DTYPES: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
@@ -109,22 +110,27 @@ def _read_header(file: BinaryIO, stamp: FileStamp) -> dict[str, StoredTensor]:
         raise _not_safetensors(path, size, start + file.read(32))
     if length > _MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path} has a damaged header: {length} bytes long, at most {_MAX_HEADER_BYTES} are read; fetch it again"
+            f"{shown_path(path)} has a damaged header: {length} bytes long, at most {_MAX_HEADER_BYTES} are read; "
+            "fetch it again"
         )
     try:
         tensors = _listed(parse_json(file.read(length)), data_start)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has a damaged header ({size} bytes in all); fetch it again") from error
+        raise CheckpointError(
+            f"{shown_path(path)} has a damaged header ({size} bytes in all); fetch it again"
+        ) from error
     expected = max((tensor.stop for tensor in tensors.values()), default=data_start)
     if size != expected:
         kind = "truncated" if size < expected else "too long"
-        raise CheckpointError(f"{path} is {kind}: {size} bytes, its header needs {expected}; fetch it again")
+        raise CheckpointError(
+            f"{shown_path(path)} is {kind}: {size} bytes, its header needs {expected}; fetch it again"
+        )
     try:
         with safe_open(path, framework="np"):
             pass
     except SafetensorError as error:
         reason = printable(str(error), most=200)
-        raise CheckpointError(f"{path} is damaged ({size} bytes): {reason}; fetch it again") from error
+        raise CheckpointError(f"{shown_path(path)} is damaged ({size} bytes): {reason}; fetch it again") from error
     return tensors
 
 
@@ -143,14 +149,15 @@ def _listed(header: Any, data_start: int) -> dict[str, StoredTensor]:
 def _not_safetensors(path: Path, size: int, start: bytes) -> CheckpointError:
     if size < _LENGTH_BYTES:
         return CheckpointError(
-            f"{path} is {size} bytes; a safetensors file has at least {_LENGTH_BYTES}; fetch it again"
+            f"{shown_path(path)} is {size} bytes; a safetensors file has at least {_LENGTH_BYTES}; fetch it again"
         )
     length = int.from_bytes(start[:_LENGTH_BYTES], "little")
     if 0 not in start[:_LENGTH_BYTES]:  # a real length has zeros in its upper bytes, a text has none
         beginning = start.decode("ascii", "replace").splitlines()[0]
         return CheckpointError(
-            f"{path} is not a safetensors file: {size} bytes that begin with {beginning!r}; fetch it again"
+            f"{shown_path(path)} is not a safetensors file: {size} bytes that begin with {beginning!r}; fetch it again"
         )
     return CheckpointError(
-        f"{path} is truncated: {size} bytes, its header alone needs {_LENGTH_BYTES + length}; fetch it again"
+        f"{shown_path(path)} is truncated: {size} bytes, its header alone needs {_LENGTH_BYTES + length}; fetch it "
+        "again"
     )

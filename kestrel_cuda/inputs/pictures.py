@@ -21,6 +21,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from kestrel_cuda.checkpoint.files import NotAFileError, open_plain, printable
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.signatures import other_kind, picture_kind
+from kestrel_cuda.paths import shown_path
 
 MAX_PICTURE_PIXELS = 178_956_970
 """The most pixels a file may say it has; Pillow's own bound against files that are small and unpack without end."""
@@ -73,7 +74,7 @@ def open_picture(source: Path | str) -> Picture:
         warnings.simplefilter("ignore")
         start = file.read(_START_BYTES)
         if not start:
-            raise InputError(f"{path} is empty (0 bytes); a picture is needed: fetch it again")
+            raise InputError(f"{shown_path(path)} is empty (0 bytes); a picture is needed: fetch it again")
         file.seek(0)
         with _decoding(path, start):
             image = Image.open(file, formats=_FORMATS)
@@ -85,15 +86,15 @@ def _opened(path: str) -> BinaryIO:
     try:
         return open_plain(path)
     except NotAFileError as error:
-        raise InputError(f"{path} {error.strerror}; the path of a picture file is needed") from error
+        raise InputError(f"{shown_path(path)} {error.strerror}; the path of a picture file is needed") from error
     except FileNotFoundError as error:
         what = "is a link to a file that does not exist" if Path(path).is_symlink() else "does not exist"
-        raise InputError(f"{path} {what}; check the path of the picture") from error
+        raise InputError(f"{shown_path(path)} {what}; check the path of the picture") from error
     except ValueError as error:
         raise InputError(f"{printable(path)} is no path ({error}); the path of a picture file is needed") from error
     except OSError as error:
         do = "allow this user to read it" if error.errno in (errno.EACCES, errno.EPERM) else "check the path"
-        raise InputError(f"{path} cannot be read: {error.strerror}; {do}") from error
+        raise InputError(f"{shown_path(path)} cannot be read: {error.strerror}; {do}") from error
 
 
 @contextmanager
@@ -110,13 +111,16 @@ def _decoding(path: str, start: bytes) -> Iterator[None]:
         if isinstance(error, UnidentifiedImageError):
             if kind is None:
                 found = other_kind(start)
-                raise InputError(f"{path} is {found}, not a picture that is read; give {READ_FORMATS}") from error
+                raise InputError(
+                    f"{shown_path(path)} is {found}, not a picture that is read; give {READ_FORMATS}"
+                ) from error
             reason = "its header cannot be read"
         else:
             reason = printable(str(error)) or type(error).__name__
         size = Path(path).stat().st_size
         raise InputError(
-            f"{path} is {kind or 'a picture'} that is cut off or damaged ({size} bytes): {reason}; fetch it again"
+            f"{shown_path(path)} is {kind or 'a picture'} that is cut off or damaged ({size} bytes): {reason}; fetch "
+            "it again"
         ) from error
 
 
@@ -124,11 +128,11 @@ def _check_size(path: str, width: int, height: int) -> None:
     if width * height > MAX_PICTURE_PIXELS:
         raise InputError(_too_large(path, f"{height} x {width}"))
     if width < 1 or height < 1:
-        raise InputError(f"{path} has {height} x {width} pixels (height x width); at least one is needed")
+        raise InputError(f"{shown_path(path)} has {height} x {width} pixels (height x width); at least one is needed")
 
 
 def _too_large(path: str, found: str) -> str:
-    return f"{path} says it has {found} pixels; at most {MAX_PICTURE_PIXELS} are taken: scale it down"
+    return f"{shown_path(path)} says it has {found} pixels; at most {MAX_PICTURE_PIXELS} are taken: scale it down"
 
 
 def _picture(path: str, image: Image.Image) -> Picture:
@@ -212,6 +216,6 @@ def _check_range(path: str, image: Image.Image) -> None:
     if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 255):
         kind = "floating-point numbers" if image.mode == "F" else "whole numbers of 32 bits"
         raise InputError(
-            f"{path} has {kind} for pixels, from {values.min():g} to {values.max():g}; "
+            f"{shown_path(path)} has {kind} for pixels, from {values.min():g} to {values.max():g}; "
             "values from 0 to 255 are needed: save it with 8 or 16 bits"
         )

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from kestrel_cuda.checkpoint.files import is_present, open_file, printable
 from kestrel_cuda.checkpoint.json_file import JsonObject, read_json
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 
 # What transformers' Qwen tokenizer class splits by: vocab.json and merges.txt do not carry it.
 _QWEN_PATTERN = (
@@ -72,19 +73,23 @@ def _check_byte_level(tokenizer: Tokenizer, path: Path) -> None:
     ):
         if not isinstance(value, kind):
             found = f"no {part}" if value is None else f"a {type(value).__name__} {part}"
-            raise CheckpointError(f"{path} has {found}; {needed}")
+            raise CheckpointError(f"{shown_path(path)} has {found}; {needed}")
     alphabet = byte_alphabet()
     lacking = [byte for character, byte in alphabet.items() if tokenizer.model.token_to_id(character) is None]
     if lacking:
-        raise CheckpointError(f"{path} has no token for byte {lacking[0]} ({len(lacking)} of 256 lack); {needed}")
+        raise CheckpointError(
+            f"{shown_path(path)} has no token for byte {lacking[0]} ({len(lacking)} of 256 lack); {needed}"
+        )
     try:
         pieces = tokenizer.pre_tokenizer.pre_tokenize_str(_PROBE) if tokenizer.pre_tokenizer else [(_PROBE, None)]
         Tokenizer(tokenizer.model).encode("".join(alphabet))
         tokenizer.encode(_PROBE)
     except Exception as error:  # the library raises plain Exception for everything
-        raise CheckpointError(f"{path} cannot encode text: {printable(str(error))}; {needed}") from error
+        raise CheckpointError(f"{shown_path(path)} cannot encode text: {printable(str(error))}; {needed}") from error
     if not all(character in alphabet for piece, _ in pieces for character in piece):
-        raise CheckpointError(f"{path} does not take text apart into bytes (pre_tokenizer ByteLevel); {needed}")
+        raise CheckpointError(
+            f"{shown_path(path)} does not take text apart into bytes (pre_tokenizer ByteLevel); {needed}"
+        )
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -94,7 +99,9 @@ def _from_json(path: Path) -> Tokenizer:
         return Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception for everything
         reason = printable(str(error), most=200)
-        raise CheckpointError(f"cannot read {path} ({len(content)} bytes): {reason}; fetch it again") from error
+        raise CheckpointError(
+            f"cannot read {shown_path(path)} ({len(content)} bytes): {reason}; fetch it again"
+        ) from error
 
 
 def _from_vocab(directory: Path) -> Tokenizer:
@@ -102,7 +109,7 @@ def _from_vocab(directory: Path) -> Tokenizer:
     missing = [path.name for path in (vocab, merges) if not is_present(path)]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks tokenizer.json, and {' and '.join(missing)} to build it from; fetch it"
+            f"{shown_path(directory)} lacks tokenizer.json, and {' and '.join(missing)} to build it from; fetch it"
         )
     for path in (vocab, merges):
         open_file(path).close()

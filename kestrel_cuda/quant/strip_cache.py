@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kestrel_cuda.checkpoint.files import NotAFileError, open_plain
 from kestrel_cuda.errors import CheckpointError, InternalError
+from kestrel_cuda.paths import shown_path
 from kestrel_cuda.quant.packed import SlabLayout
 from kestrel_cuda.quant.strip_folder import temporary_name
 from kestrel_cuda.quant.strip_manifest import (
@@ -62,7 +63,7 @@ def find(directory: Path, expected: Fingerprint) -> StripCache | Miss:
     except (FileNotFoundError, NotADirectoryError):
         return Miss()
     except OSError as error:
-        return Miss(f"the strip cache {path} cannot be read: {error.strerror}")
+        return Miss(f"the strip cache {shown_path(path)} cannot be read: {error.strerror}")
     try:
         # Both files through one handle: the folder may be replaced by another process meanwhile.
         manifest = _read_manifest(path, folder, expected)
@@ -72,7 +73,7 @@ def find(directory: Path, expected: Fingerprint) -> StripCache | Miss:
             _write_times(folder, current, expected)
         return cache
     except StaleError as error:
-        return Miss(f"the strip cache {path} is stale: {error}")
+        return Miss(f"the strip cache {shown_path(path)} is stale: {error}")
     except DamagedStripCache as error:
         return Miss(str(error))
     finally:
@@ -199,7 +200,7 @@ class StripCache:
 
 
 def _damaged(path: Path, reason: str) -> DamagedStripCache:
-    return DamagedStripCache(f"the strip cache {path} is damaged: {reason}")
+    return DamagedStripCache(f"the strip cache {shown_path(path)} is damaged: {reason}")
 
 
 def _unreadable(name: str, error: OSError) -> str:

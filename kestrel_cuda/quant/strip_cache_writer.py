@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kestrel_cuda.checkpoint.files import shortened
 from kestrel_cuda.errors import InternalError, SettingError
+from kestrel_cuda.paths import shown_path
 from kestrel_cuda.quant.packed import SlabLayout
 from kestrel_cuda.quant.strip_cache import StripCache, find
 from kestrel_cuda.quant.strip_folder import foreign_names, is_temporary_folder, open_folder, remove, temporary_name
@@ -64,7 +65,9 @@ class StripCacheWriter:
             self._make_directory()
             _sweep(directory)
             if self._target.is_symlink() or (self._target.exists() and not self._target.is_dir()):
-                raise SettingError(f"{self._because}--strip-cache: {self._target} is not a directory; remove it")
+                raise SettingError(
+                    f"{self._because}--strip-cache: {shown_path(self._target)} is not a directory; remove it"
+                )
             self._refuse_foreign()
             self._replaced = _identity(self._target)
             self._make_temporary()
@@ -72,7 +75,8 @@ class StripCacheWriter:
             if free_bytes < expected.num_bytes:
                 free, needed = format_size(free_bytes), format_size(expected.num_bytes)
                 raise SettingError(
-                    f"{self._because}--strip-cache {directory} has {free} free; {needed} are needed: make room, or "
+                    f"{self._because}--strip-cache {shown_path(directory)} has {free} free; {needed} are needed: "
+                    "make room, or "
                     "give another directory"
                 )
             self._file = os.open(self._temporary / WEIGHTS_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -171,7 +175,8 @@ class StripCacheWriter:
             os.close(folder)
         if foreign:
             raise SettingError(
-                f"{self._because}--strip-cache: {self._target} is to be replaced, but holds what this program did not "
+                f"{self._because}--strip-cache: {shown_path(self._target)} is to be replaced, but holds what this "
+                "program did not "
                 f"put there ({shortened(foreign)}); move that elsewhere, or give another directory"
             )
 
@@ -226,7 +231,9 @@ class StripCacheWriter:
 
     def _cannot_write(self, error: OSError) -> SettingError:
         reason, advice = _why_not(self._directory, error)
-        return SettingError(f"{self._because}--strip-cache cannot write to {self._directory}: {reason}; {advice}")
+        return SettingError(
+            f"{self._because}--strip-cache cannot write to {shown_path(self._directory)}: {reason}; {advice}"
+        )
 
 
 def _why_not(directory: Path, error: OSError) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from kestrel_cuda.checkpoint.files import FileStamp, printable, unreadable
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.config import Quant
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.paths import shown_path
 from kestrel_cuda.quant.packed import SlabLayout
 from kestrel_cuda.weight_keys import LM_HEAD_LAYER
 
@@ -62,7 +63,7 @@ class Source:
     def check_unchanged(self) -> None:
         """Raise CheckpointError when the file is another one now, or gone."""
         if FileStamp.of(self.path)[1:] != (self.size, self.mtime_ns):
-            raise CheckpointError(f"{self.path} changed while it was loaded; load it again")
+            raise CheckpointError(f"{shown_path(self.path)} changed while it was loaded; load it again")
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _hash_chunk(source: Source, start: int) -> bytes:
             while left:
                 num_read = file.readinto(buffer[: min(left, _READ_BYTES)])
                 if not num_read:
-                    raise CheckpointError(f"{source.path} became shorter while it was read; load it again")
+                    raise CheckpointError(f"{shown_path(source.path)} became shorter while it was read; load it again")
                 digest.update(buffer[:num_read])
                 left -= num_read
     except OSError as error:
