@@ -18,8 +18,9 @@ from kestrel_cuda.config import EngineConfig, Evict, Policy
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import SettingError
 from kestrel_cuda.generate import LogitsWish
-from kestrel_cuda.plan import DoesNotFit, Flags
+from kestrel_cuda.plan import DoesNotFit, Flags, too_far_ahead
 from kestrel_cuda.report import RunReport
+from kestrel_cuda.residency.window import make_window
 
 WARMUP_TOKENS = 2
 """Decode steps dropped at the start of each measurement: buffers are allocated and launches captured in them."""
@@ -163,6 +164,13 @@ def measure(
             chosen = variants(load.num_layers, known, policies, evicts, config.prefetch)
             for variant in chosen:
                 _lay(engine, variant)
+        windows = [make_window(one.policy, load.num_layers, one.keep, one.prefetch) for one in chosen]
+        uploads = max((window.uploads_per_token for window in windows if window), default=None)
+        warnings = [
+            *load.warnings,
+            *_cut(keeps, load.num_layers, keep_flag),
+            *too_far_ahead(config.prefetch, uploads),
+        ]
         assert engine.backend is not None
         link = engine.backend.link_rate_gb_per_s()
         prompt_ids = _prompt(engine, prompt_tokens)
@@ -193,7 +201,7 @@ def measure(
             all_equal=_all_equal(runs.values()),
             rows=tuple(_row(config, variant, runs[variant], link) for variant in chosen),
             notes=tuple(notes),
-            warnings=tuple(dict.fromkeys((*load.warnings, *_cut(keeps, load.num_layers, keep_flag)))),
+            warnings=tuple(dict.fromkeys(warnings)),
         )
     finally:
         engine.close()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kestrel_cuda.backends.base import MemoryInfo
-from kestrel_cuda.config import EngineConfig, ModelConfig, Quant, TextConfig
+from kestrel_cuda.config import DEFAULT_PREFETCH, EngineConfig, ModelConfig, Quant, TextConfig
 from kestrel_cuda.errors import DeviceError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.text import workspace_bytes
@@ -136,11 +136,24 @@ def make_plan(
                 refusal = error
             continue
         if refusal is None:
-            return plan
+            window = make_window(config.policy, model.text.num_layers, plan.keep, config.prefetch)
+            uploads = window.uploads_per_token if window and not flags.lays else None
+            return replace(plan, warnings=(*plan.warnings, *too_far_ahead(config.prefetch, uploads)))
         fewer = f"--prefetch {config.prefetch} does not fit {refusal.bound}: --prefetch {prefetch} is used"
         return replace(plan, warnings=(*plan.warnings, fewer))
     assert refusal is not None
     raise refusal
+
+
+def too_far_ahead(prefetch: int, uploads: int | None) -> list[str]:
+    """A warning where somebody wants more layers fetched ahead than a window uploads; None is no window."""
+    # The default says what is usual, not what somebody wants.
+    if uploads is None or prefetch <= max(uploads, DEFAULT_PREFETCH):
+        return []
+    if not uploads:
+        return [f"--prefetch {prefetch} has nothing to fetch: no layer is uploaded again"]
+    layers = "1 layer that is" if uploads == 1 else f"{uploads} layers that are"
+    return [f"--prefetch {prefetch} is more than the {layers} uploaded again: no more are fetched ahead"]
 
 
 class _NothingFits(DoesNotFit):

@@ -191,6 +191,12 @@ class TestWindows:
             f"--keeps {keep} is more than the model's 12 layers: 12 are kept" for keep in (14, 13)
         )
 
+    def test_more_ahead_than_any_window_uploads_is_said_once(self, measure: Measure) -> None:
+        said = "--prefetch 99 is more than the 10 layers that are uploaded again: no more are fetched ahead"
+        assert measure((4, 2), (Policy.PINNED,), rounds=1, prefetch=99).warnings == (said,)
+        assert measure((4, 2), (Policy.PINNED,), rounds=1, prefetch=10).warnings == ()
+        assert measure((0,), rounds=1, prefetch=99).warnings == ()
+
     def test_rounds_are_interleaved_and_hash_nothing(self, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
         laid: list[int] = []
         ran: list[tuple[int, object]] = []

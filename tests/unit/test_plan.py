@@ -364,6 +364,22 @@ def test_fewer_layers_are_fetched_ahead_where_the_wanted_number_does_not_fit(roo
             plan(vram_bytes=needed, prefetch=2, policy=Policy.PINNED, prefill_chunk=16, lowers_prefetch=False)
 
 
+@pytest.mark.parametrize(
+    ("keep", "prefetch", "said"),
+    [
+        (4, 24, ()),
+        (4, 25, ("--prefetch 25 is more than the 24 layers that are uploaded again: no more are fetched ahead",)),
+        (27, 2, ()),  # the default, whatever the window
+        (27, 3, ("--prefetch 3 is more than the 1 layer that is uploaded again: no more are fetched ahead",)),
+        (28, 999, ("--prefetch 999 has nothing to fetch: no layer is uploaded again",)),
+        (0, 999, ()),
+    ],
+)
+def test_more_ahead_than_a_window_uploads_is_said(keep: int, prefetch: int, said: tuple[str, ...]) -> None:
+    assert plan(keep=keep, prefetch=prefetch).warnings == said
+    assert plan(keep=keep, prefetch=prefetch, flags=Flags(lays=True)).warnings == ()
+
+
 def test_an_absurd_prefetch_is_refused_as_fast_as_any() -> None:
     with pytest.raises(DeviceError, match="cannot hold even a window of one layer"):
         plan(vram_bytes=MIB, prefetch=10**9)
