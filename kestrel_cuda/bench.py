@@ -43,7 +43,8 @@ class BenchRow:
     """A variant's figures over all rounds. Rates are in 10^9 bytes a second.
 
     `read_gb_per_s` is bytes read per token (weights alone, see RunReport) over the median; `read_share` is None where
-    the card's read rate was not measured, `link_share` without a link or without copies.
+    the card's read rate was not measured, `link_share` without a link or without copies, `ms_per_token_sd` where one
+    token was timed.
     """
 
     model: str
@@ -55,7 +56,7 @@ class BenchRow:
     weights_resident_end: int
     peak_device_bytes: int
     ms_per_token_median: float
-    ms_per_token_sd: float
+    ms_per_token_sd: float | None
     bytes_read_per_token: int
     read_gb_per_s: float
     read_share: float | None
@@ -303,7 +304,7 @@ def _row(config: EngineConfig, variant: Variant, runs: _Runs, link: float | None
         weights_resident_end=last.residency.weights_resident_end,
         peak_device_bytes=max(run.residency.peak_device_bytes for run in runs.timed),
         ms_per_token_median=token_ms,
-        ms_per_token_sd=stdev(steps_ms) if len(steps_ms) > 1 else 0.0,
+        ms_per_token_sd=stdev(steps_ms) if len(steps_ms) > 1 else None,
         bytes_read_per_token=last.bytes_read_per_token,
         read_gb_per_s=read_rate,
         read_share=read_rate / last.device_read_gb_per_s if last.device_read_gb_per_s else None,

@@ -92,7 +92,8 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     unit, (size,) = _in_one_unit([report.rows[0].bytes_read_per_token], _DECIMAL)
     yield "read", f"{size} {unit} a token: every weight once, nothing else"
     yield "columns", "weights resident after a token; peak of device memory;"
-    yield "", f"ms/token: median ± standard deviation of {report.num_timed} tokens; link a token;"
+    tokens = "1 token" if report.num_timed == 1 else f"{report.num_timed} tokens"
+    yield "", f"ms/token: median ± standard deviation of {tokens}; link a token;"
     yield "", "GB/s over that median, % of the ceiling above"
     num_untimed = report.new_tokens - report.num_timed // report.rounds
     yield "not timed", f"loading, prefill, a run that hashes logits, {num_untimed} first tokens a round"
@@ -120,7 +121,7 @@ def _columns(report: BenchReport) -> list[_Column]:
             columns.append(_Column(name, tuple(_NONE if row.keep == "off" else str(get(row)) for row in rows), False))
     times = _fixed([row.ms_per_token_median for row in rows], digits=4, least_decimals=2)
     decimals = len(times[0].partition(".")[2])
-    spreads = [f"{row.ms_per_token_sd:.{decimals}f}" for row in rows]
+    spreads = [_NONE if row.ms_per_token_sd is None else f"{row.ms_per_token_sd:.{decimals}f}" for row in rows]
     columns += [
         _Column("weights", tuple(str(row.weights_resident_end) for row in rows)),
         _sizes("peak", [row.peak_device_bytes for row in rows], _BINARY),

@@ -59,6 +59,12 @@ def test_without_a_window_there_is_no_policy() -> None:
     assert off.split()[:2] == ["off", "-"]
 
 
+def test_one_timed_token_has_no_spread() -> None:
+    text = bench_text(replace(REPORT, new_tokens=4, rounds=1, rows=(replace(OFF, ms_per_token_sd=None),)), fancy=False)
+    assert "standard deviation of 1 token;" in text
+    assert "0.7123 ±-  " in text
+
+
 def test_everything_resident_is_no_window() -> None:
     text = bench_text(replace(REPORT, rows=(OFF,)), fancy=False)
     assert "window       none, everything resident\n" in text

@@ -121,6 +121,12 @@ class TestRows:
         assert [row.read_share for row in report.rows] == [None]
         assert report.rows[0].read_gb_per_s > 0
 
+    def test_one_timed_token_has_no_deviation(self, measure: Measure) -> None:
+        assert [row.ms_per_token_sd for row in measure((1,), new_tokens=4, rounds=1).rows] == [None]
+        (row,) = measure((1,), new_tokens=4, rounds=2).rows
+        assert row.ms_per_token_sd is not None
+        assert row.ms_per_token_sd > 0
+
     def test_progress_ends_at_all_runs(self, measure: Measure) -> None:
         seen: list[tuple[str, int, int]] = []
         measure((0, 1), rounds=2, on_progress=lambda *stage: seen.append(stage))
