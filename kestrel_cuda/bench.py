@@ -224,6 +224,7 @@ def _check_positions(engine: Engine, prompt_tokens: int, new_tokens: int) -> Non
     if prompt_tokens + new_tokens > positions:
         raise SettingError(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones are over the {positions} positions this model has"
+            "; lower --prompt-tokens or --new-tokens"
         )
 
 

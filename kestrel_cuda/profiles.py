@@ -82,16 +82,16 @@ def _read(name: str, path: Path) -> dict[str, object]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise SettingError(f"profile {name}: cannot be read: {error.strerror}") from error
+        raise SettingError(f"profile {name}: cannot be read: {error.strerror}; give a .toml file") from error
     except UnicodeDecodeError as error:
-        raise SettingError(f"profile {name}: not UTF-8 at byte {error.start}") from error
+        raise SettingError(f"profile {name}: not UTF-8 at byte {error.start}; convert it to UTF-8") from error
     try:
         return tomllib.loads(text)
     except RecursionError as error:
-        raise SettingError(f"profile {name}: not TOML: nested too deeply") from error
+        raise SettingError(f"profile {name}: not TOML: nested too deeply; write lines like keep = 4") from error
     except ValueError as error:
         # Not only TOMLDecodeError: Python refuses to read a number of some thousand digits.
-        raise SettingError(f"profile {name}: not TOML: {error}") from error
+        raise SettingError(f"profile {name}: not TOML: {error}; write lines like keep = 4") from error
 
 
 def _checked(name: str, table: Mapping[str, object]) -> dict[str, str | bool]:

@@ -23,7 +23,10 @@ def read_conversation(text: str, source: str, warn: Say) -> list[Message]:
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{source}: not JSON: {error or 'nested too deeply'}") from error
+        raise InputError(
+            f"{source}: not JSON: {error or 'nested too deeply'}; "
+            "a list of messages is needed, or an object with messages"
+        ) from error
     for piece in _strings(document):
         check_characters(piece, source)
     messages = check_messages(document, source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -58,10 +59,26 @@ def _refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SettingError(f"--logits {shown_path(path)}: cannot be written: {error.strerror}") from error
+        raise SettingError(
+            f"--logits {shown_path(path)}: cannot be written: {error.strerror}; {_advice(error)}"
+        ) from error
     except RuntimeError as error:
         # What pathlib makes of a ring of links.
-        raise SettingError(f"--logits {shown_path(path)}: cannot be written: {error}") from error
+        raise SettingError(f"--logits {shown_path(path)}: cannot be written: {error}; give another path") from error
+
+
+def _advice(error: OSError) -> str:
+    match error.errno:
+        case errno.ENOENT:
+            return "make its folder first, or give another path"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "give a path in a folder that can be written"
+        case errno.ENOSPC | errno.EDQUOT:
+            return "make room, or give a path elsewhere"
+        case errno.EFBIG:
+            return "raise the limit on the size of a file (ulimit -f)"
+        case _:
+            return "give another path"
 
 
 def _target(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:
     try:
         return decode(file.read_bytes(), shown_path(file))
     except OSError as error:
-        raise InputError(f"{shown_path(file)}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{shown_path(file)}: cannot be read: {error.strerror}; {_advice(error)}") from error
 
 
 def _stdin_text(stdin: BinaryIO | None, say: Say) -> str:
@@ -103,7 +104,9 @@ def _stdin_text(stdin: BinaryIO | None, say: Say) -> str:
         # A descriptor that does not block reads as None where nothing has come yet.
         return decode(stdin.read() or b"", "standard input")
     except OSError as error:
-        raise InputError(f"standard input cannot be read: {error.strerror or error}") from error
+        raise InputError(
+            f"standard input cannot be read: {error.strerror or error}; pipe text into it, or give the prompt in quotes"
+        ) from error
 
 
 def decode(data: bytes, source: str) -> str:
@@ -114,9 +117,24 @@ def decode(data: bytes, source: str) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{source}: not UTF-8 at byte {error.start}") from error
+        raise _not_utf8(source, error) from error
     text = text.removeprefix("\ufeff")
     return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def _advice(error: OSError) -> str:
+    """What to do where a file cannot be read."""
+    match error.errno:
+        case errno.ENOENT | errno.ENOTDIR:
+            return "check the path"
+        case errno.EACCES | errno.EPERM:
+            return "allow this user to read it"
+        case _:
+            return "give a file of text"
+
+
+def _not_utf8(source: str, error: UnicodeDecodeError) -> InputError:
+    return InputError(f"{source}: not UTF-8 at byte {error.start}; convert it to UTF-8")
 
 
 def _unicode(text: str, source: str) -> str:
@@ -130,7 +148,7 @@ def _unicode(text: str, source: str) -> str:
     except UnicodeDecodeError as error:
         if not any("\udc80" <= character <= "\udcff" for character in text):
             return text
-        raise InputError(f"{source}: not UTF-8 at byte {error.start}") from error
+        raise _not_utf8(source, error) from error
 
 
 def _message(role: str, content: str) -> Message:

@@ -84,7 +84,8 @@ class TestEmbeddedModel:
         assert run("--prompt-tokens", "4096", "-n", "4", "--quiet") == (
             2,
             "",
-            "kestrel-cuda: 4096 prompt tokens and 4 new ones are over the 4096 positions this model has\n",
+            "kestrel-cuda: 4096 prompt tokens and 4 new ones are over the 4096 positions this model has; "
+            "lower --prompt-tokens or --new-tokens\n",
         )
 
 

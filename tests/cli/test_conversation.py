@@ -73,7 +73,7 @@ def test_other_keys_are_the_templates_to_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
+        ("", r"not JSON: Expecting value: .*; a list of messages is needed, or an object with messages$"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("1" * 5000, "not JSON"),

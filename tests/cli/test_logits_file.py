@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kestrel_cli import logits_file
 from kestrel_cli.signals import Interrupted
-from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.errors import DeviceError, SettingError
 from tests.cli.conftest import CommandLine
 
 IDS = [10, 11, 12, 99]
@@ -41,7 +43,9 @@ def test_a_disk_that_fills_up_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    message = f"--logits {tmp_path}/l.npz: cannot be written: No space left on device"
+    message = (
+        f"--logits {tmp_path}/l.npz: cannot be written: No space left on device; make room, or give a path elsewhere"
+    )
     ran = kestrel("run", "hi", "--quiet", "--logits", str(tmp_path / "l.npz"))
     assert ran.exit_code == 2
     assert ran.token_ids == IDS
@@ -111,3 +115,22 @@ def test_what_cannot_be_written_is_refused_before_the_run(kestrel: CommandLine, 
     assert sorted(tmp_path.iterdir()) == before
     assert readonly.read_bytes() == b"kept"
     assert os.access(tmp_path, os.W_OK)
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOENT, "No such file or directory; make its folder first, or give another path"),
+        (errno.EROFS, "Read-only file system; give a path in a folder that can be written"),
+        (errno.EFBIG, "File too large; raise the limit on the size of a file (ulimit -f)"),
+        (errno.ENAMETOOLONG, "File name too long; give another path"),
+    ],
+)
+def test_each_failure_has_its_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(SettingError) as raised:
+        logits_file.check_writable(tmp_path / "l.npz")
+    assert str(raised.value) == f"--logits {tmp_path}/l.npz: cannot be written: {advice}"

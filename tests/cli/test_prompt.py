@@ -61,9 +61,9 @@ def test_a_byte_order_mark_and_one_line_end_are_dropped(data: bytes, text: str, 
     ("data", "offset"), [(b"\xff", 0), (b"ab\xe9 cd", 2), (b"\xef\xbb\xbfa\xff", 4), (b"ab\xe4\xbd", 2)]
 )
 def test_what_is_not_utf8_is_refused_by_its_offset(data: bytes, offset: int) -> None:
-    with pytest.raises(InputError, match=f"^here: not UTF-8 at byte {offset}$"):
+    with pytest.raises(InputError, match=f"^here: not UTF-8 at byte {offset}; convert it to UTF-8$"):
         decode(data, "here")
-    with pytest.raises(InputError, match=f"^the prompt: not UTF-8 at byte {offset}$"):
+    with pytest.raises(InputError, match=f"^the prompt: not UTF-8 at byte {offset}; convert it to UTF-8$"):
         prompt({"prompt": os.fsdecode(data)})
 
 
@@ -138,9 +138,11 @@ def test_a_system_message_comes_first() -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in ("prompt_file", "messages"):
-        with pytest.raises(InputError, match=r"missing\.txt: cannot be read: No such file"):
+        with pytest.raises(
+            InputError, match=r"missing\.txt: cannot be read: No such file or directory; check the path$"
+        ):
             prompt({name: str(tmp_path / "missing.txt")})
-        with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        with pytest.raises(InputError, match="cannot be read: Is a directory; give a file of text$"):
             prompt({name: str(tmp_path)})
 
 
@@ -149,5 +151,5 @@ def test_a_standard_input_that_cannot_be_read_is_refused() -> None:
         def read(self, _size: int | None = -1) -> bytes:
             raise IsADirectoryError(21, "Is a directory")
 
-    with pytest.raises(InputError, match="standard input cannot be read: Is a directory"):
+    with pytest.raises(InputError, match="standard input cannot be read: Is a directory; pipe text into it"):
         prompt({}, Broken())

@@ -71,10 +71,10 @@ def test_a_name_is_looked_up_in_its_folder_only(tmp_path: Path) -> None:
         (b"keep = " + b"9" * 5000, "not TOML: Exceeds the limit"),
         (b"keep = 0x" + b"f" * 5000, "keep holds a number of more than 18 digits"),
         (b"keep = -" + b"9" * 19, "keep holds a number of more than 18 digits"),
-        (b"keep = " + b"[" * 5000, "not TOML: nested too deeply"),
+        (b"keep = " + b"[" * 5000, "not TOML: nested too deeply; write lines like keep = 4$"),
         (b"keep = 1979-05-27\n", "keep holds a date or a time"),
         (b"keep: 4\n", "not TOML: .*line 1"),
-        (b'model = "\xff"\n', "not UTF-8 at byte 9"),
+        (b'model = "\xff"\n', "not UTF-8 at byte 9; convert it to UTF-8$"),
     ],
 )
 def test_a_damaged_profile_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -87,7 +87,7 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, content: bytes, message: s
 
 @pytest.mark.parametrize("name", [".", "..", "/", "./"])
 def test_a_folder_is_no_profile(name: str) -> None:
-    with pytest.raises(SettingError, match="cannot be read: Is a directory"):
+    with pytest.raises(SettingError, match="cannot be read: Is a directory; give a .toml file$"):
         load_profile(name)
 
 
