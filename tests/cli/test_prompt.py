@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             InputError, match=r"missing\.txt: cannot be read: No such file or directory; check the path$"
         ):
             prompt({name: str(tmp_path / "missing.txt")})
-        with pytest.raises(InputError, match="cannot be read: Is a directory; give a file of text$"):
+        with pytest.raises(InputError, match=r"cannot be read: Is a directory; give a file of text$"):
             prompt({name: str(tmp_path)})
 
 

@@ -87,7 +87,7 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, content: bytes, message: s
 
 @pytest.mark.parametrize("name", [".", "..", "/", "./"])
 def test_a_folder_is_no_profile(name: str) -> None:
-    with pytest.raises(SettingError, match="cannot be read: Is a directory; give a .toml file$"):
+    with pytest.raises(SettingError, match=r"cannot be read: Is a directory; give a \.toml file$"):
         load_profile(name)
 
 
