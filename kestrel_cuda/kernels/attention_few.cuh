@@ -103,8 +103,8 @@ struct Keys {
     }
 };
 
-// Dots of the query rows with a warp's keys: score_tile's chains, the tiles side by side, so that a query fragment
-// is held for one step alone.
+// Dots of the query rows with a warp's keys, a chain of mma over the channels for each tile, the tiles side by side: so a
+// query fragment is held for one step alone.
 template <int kHeadDim>
 __device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query_rows, const Keys<kHeadDim>& keys) {
     using S = Shape<kHeadDim>;

@@ -62,41 +62,8 @@ struct Shape {
     static constexpr int kKeyHalves = kHeadDim >= 32 ? 8 : 4;            // channels a lane reads of a key at a time
     static constexpr int kKeyRuns = kHeadDim / (4 * kKeyHalves);
     static constexpr int kSteps = kHeadDim / 16;                         // mma steps of a score
-    static constexpr int kValueHalves = kHeadDim / 16;                   // channels a lane reads of a value: half a head
     static constexpr int kQueryStride = kHeadDim + 8;                    // halves
 };
-
-// Query fragments of rows lane / 4 and lane / 4 + 8, from shared memory, for every step.
-template <int kHeadDim>
-__device__ inline void load_queries(u32 (&q)[Shape<kHeadDim>::kSteps][4], const u16* rows) {
-    using S = Shape<kHeadDim>;
-    const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
-#pragma unroll
-    for (int run = 0; run < S::kKeyRuns; ++run) {
-        Run<S::kKeyHalves> top, bottom;
-        const int channel = (run * 4 + j) * S::kKeyHalves;
-        top.load(rows + quad * S::kQueryStride + channel);
-        bottom.load(rows + (quad + 8) * S::kQueryStride + channel);
-#pragma unroll
-        for (int i = 0; i < S::kKeyHalves / 4; ++i) {
-            u32* a = q[run * (S::kKeyHalves / 4) + i];
-            a[0] = top.words[2 * i], a[1] = bottom.words[2 * i], a[2] = top.words[2 * i + 1], a[3] = bottom.words[2 * i + 1];
-        }
-    }
-}
-
-// Dots of the query rows with the keys of 8 slots: this lane's key is that of slot lane / 4.
-template <int kHeadDim>
-__device__ inline void score_tile(float (&dots)[4], const u32 (&q)[Shape<kHeadDim>::kSteps][4],
-                                  const Run<Shape<kHeadDim>::kKeyHalves> (&key)[Shape<kHeadDim>::kKeyRuns]) {
-    constexpr int kPerRun = Shape<kHeadDim>::kKeyHalves / 4;
-    dots[0] = dots[1] = dots[2] = dots[3] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < Shape<kHeadDim>::kSteps; ++step) {
-        const u32* words = key[step / kPerRun].words + step % kPerRun * 2;
-        mma_m16n8k16(dots, q[step], words[0], words[1]);
-    }
-}
 
 // Add the weighted values of 16 slots for 8 * kHalves channels, and the weights themselves to `sums`. `values` are this
 // lane's channels of slots 2j, 2j + 1, 2j + 8, 2j + 9; weights the fragment of 16 rows by 16 slots.

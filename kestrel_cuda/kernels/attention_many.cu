@@ -35,12 +35,6 @@ __device__ inline int place(int slot, int channel) {
 // Where the channel `more` further lies: place(slot, channel + more) for a `more` that has no bit of channel.
 __device__ inline int beside(int at, int more) { return (at ^ more % 64) + more / 64 * 64; }
 
-__device__ inline void copy_async_16(void* shared, const void* global, bool valid) {
-    const u32 at = (u32)__cvta_generic_to_shared(shared);
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes));
-}
-
 // Four 8 x 8 tiles of halves, transposed; lane l points to row l % 8 of tile l / 8.
 __device__ inline void load_transposed(u32 (&tiles)[4], const u16* row) {
     const u32 at = (u32)__cvta_generic_to_shared(row);
@@ -98,7 +92,7 @@ struct Ring {
     }
 };
 
-// A lane's part of its upper (h = 0) or lower query row, laid out as by load_queries; a row that is null reads as zero.
+// A lane's part of its upper (h = 0) or lower query row, as the first operand of the scores' mma; null reads as zero.
 template <int kHeadDim>
 __device__ inline void round_query(u32 (&q)[Shape<kHeadDim>::kSteps][4], int h, const float* row_d) {
     using S = Shape<kHeadDim>;

@@ -51,6 +51,13 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
+// Start a copy of 16 bytes into shared memory; one that is not valid writes zeros.
+__device__ inline void copy_async_16(void* shared, const void* global, bool valid) {
+    const u32 at = (u32)__cvta_generic_to_shared(shared);
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes));
+}
+
 struct Int8Weights {
     static constexpr int kWordsPerGroup = 8;
     // Exact dot of one group; w are the group's words of a column, x the row's eight code words.

@@ -35,12 +35,6 @@ constexpr int kMaxStages = 3;              // two where a block may not have the
 constexpr u32 kOffsetBits = 0x4b400000u;
 constexpr float kOffset = 12582912.0f;
 
-__device__ inline void copy_async_16(void* shared, const void* global, bool valid) {
-    const u32 at = (u32)__cvta_generic_to_shared(shared);
-    const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes));
-}
-
 __device__ inline void copy_async_4(void* shared, const void* global, bool valid) {
     const u32 at = (u32)__cvta_generic_to_shared(shared);
     const int bytes = valid ? 4 : 0;
