@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +24,19 @@ from kestrel_cuda.backends.base import (
     SourceMatrix,
 )
 from kestrel_cuda.backends.composed import ComposedSteps
-from kestrel_cuda.errors import InternalError
 from kestrel_cuda.kernels import library
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP, SMALLEST_SCALE
 from kestrel_cuda.quant.packed import Element, PackedGeometry, entry_views, slab_layout
 from kestrel_cuda.weight_keys import LM_HEAD
+from tests.kernel_sources import (
+    ALL_KERNELS,
+    FakeLibrary,
+    constants,
+    expanded,
+    launch_bounds,
+    struct_bytes,
+    tile_stage_bytes,
+)
 
 # What sm_86, sm_89 and sm_120 give one block.
 LEAST_SHARED_BYTES = 99 << 10
@@ -54,245 +61,6 @@ INT8, INT4, G256, BF16, F16, F32 = (
 # More columns than the hollow GPU takes by narrow blocks; a joint matrix of gates and ups.
 WIDE_INT8, WIDE_INT4 = (PackedGeometry(e, 288, 514, 32) for e in (Element.INT8, Element.INT4))
 GATE_UP_INT8, GATE_UP_INT4 = (PackedGeometry(e, 5120, 192, 32) for e in (Element.INT8, Element.INT4))
-
-
-def expanded(name: str) -> str:
-    """A source with its kernels written out, macros and all."""
-    return library._expand_macros(library.source(name))
-
-
-def constants(name: str) -> dict[str, int]:
-    """The integer constants of a .cu file and of common.cuh; those that depend on a template are left out."""
-    found: dict[str, int] = {}
-    for constant, expression in re.findall(r"constexpr int (\w+) = ([^;]+);", library.source(name)):
-        try:
-            found[constant] = eval(expression.replace("/", "//"), {"__builtins__": {}}, found)
-        except (NameError, SyntaxError):
-            continue
-    return found
-
-
-def launch_bounds(name: str) -> dict[str, int]:
-    """Threads a block of each kernel may have."""
-    pattern = r"__launch_bounds__\(([^,)]+)(?:, \w+)?\)\s*(\w+)\("
-    return {kernel: eval(threads, {}, constants(name)) for threads, kernel in re.findall(pattern, expanded(name))}
-
-
-def struct_bytes(name: str, struct: str, head_dim: int) -> int:
-    """sizeof of a struct of arrays that is a template over the head dim; a union counts as its largest member."""
-    text = library.source(name)
-    known: dict[str, int] = constants(name) | {"kHeadDim": head_dim}
-
-    def value(expression: str) -> int:
-        expression = re.sub(r"\w+<kHeadDim>::", "", expression).replace("/", "//")
-        expression = re.sub(r"([^()?]+) \? ([^():]+) : ([^()]+)", r"\2 if \1 else \3", expression)
-        return int(eval(expression, {"__builtins__": {}}, known))
-
-    bodies = {found[1]: found[2] for found in re.finditer(r"^struct (\w+) \{\n(.*?)^\};", text, re.M | re.S)}
-    for body in (bodies["Shape"], bodies[struct]):
-        for constant, expression in re.findall(r"static constexpr int (\w+) = ([^;]+);", body):
-            known[constant] = value(expression)
-
-    def arrays(body: str) -> list[int]:
-        found = []
-        for item, declared in re.findall(r"^ +(u16|float|int) ([^;=()]+);", body, re.M):
-            for lengths in re.findall(r"\w+((?:\[[^]]+\])+)", declared):
-                factors = [value(length) for length in re.findall(r"\[([^]]+)\]", lengths)]
-                found.append({"u16": 2, "float": 4, "int": 4}[item] * int(np.prod(factors)))
-        return found
-
-    union = re.search(r"^    union \{\n(.*?)^    \};\n", bodies[struct], re.M | re.S)
-    rest = bodies[struct].replace(union[0], "") if union else bodies[struct]
-    return sum(arrays(rest)) + (max(arrays(union[1])) if union else 0)
-
-
-def tile_stage_bytes(bits: int, rows: int, columns: int) -> int:
-    """sizeof of the `Stage` of one of gemm.cu's tiles: arrays of four-byte elements, one a line."""
-    tile = re.search(r"^struct Tile \{\n(.*?)^\};", library.source("gemm"), re.M | re.S)
-    assert tile
-    known: dict[str, int] = constants("gemm") | {"kBits": bits, "kTileM": rows, "kTileN": columns}
-
-    def value(expression: str) -> int:
-        expression = re.sub(r"(kBits == 8) \? (\d+) : (\d+)", r"\2 if \1 else \3", expression).replace("/", "//")
-        return int(eval(expression, {"__builtins__": {}}, known))
-
-    for constant, expression in re.findall(r"constexpr int (k(?:Words|\w+Words)) = ([^;]+);", tile[1]):
-        known[constant] = value(expression)
-    arrays = re.findall(r"^        (?:u32|float) \w+\[([^]]+)\]\[([^]]+)\];", tile[1], re.M)
-    assert len(arrays) == 4
-    return sum(4 * value(outer) * value(inner) for outer, inner in arrays)
-
-
-def static_shared_bytes(kernel: str) -> int:
-    """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
-    if found := re.fullmatch(r"attend_(?:split|row)_f16_(\d+)", kernel):
-        return struct_bytes("attention_few", "FewRows", int(found[1])) + (16 if "row" in kernel else 0)
-    if kernel.startswith("decode_token_"):
-        return 1 << 10  # about
-    if kernel.startswith("norm_"):
-        return constants("decode")["kNormThreads"] // constants("decode")["kWarp"] * 4
-    return 0
-
-
-ALL_KERNELS = {kernel: name for name in library.kernel_files() for kernel in library.signatures(name)}
-
-
-@dataclass
-class FakeRawKernel:
-    """What a kernel is handed, instead of a launch."""
-
-    launches: list[tuple[Any, ...]] = field(default_factory=list)
-    num_early: int = 0
-    shared_size_bytes: int = 0
-    max_dynamic_shared_size_bytes: int = 0
-
-    def kernel(self, *launch: Any) -> None:
-        self.launches.append(launch)
-
-
-class FakeKernel(library.Kernel):
-    """A kernel whose early launches are counted and otherwise like any other."""
-
-    def __call__(self, *shape: tuple[int, ...], dependent: bool = False, **options: Any) -> None:
-        self._raw_kernel.num_early += dependent
-        super().__call__(*shape, **options)
-
-
-class FakeLibrary(dict[str, library.Kernel]):
-    """Kernels by name, as the sources declare them; a name that no source declares is a KeyError."""
-
-    def __init__(self) -> None:
-        self.raw = {kernel: FakeRawKernel(shared_size_bytes=static_shared_bytes(kernel)) for kernel in ALL_KERNELS}
-        stream = object()
-        super().__init__(
-            (kernel, FakeKernel(library.signatures(name)[kernel], self.raw[kernel], stream))
-            for kernel, name in ALL_KERNELS.items()
-        )
-
-    @property
-    def launches(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
-        """Kernel, grid, block and dynamic shared memory of every launch."""
-        for kernel, raw in self.raw.items():
-            for grid, block, _, shared_bytes, _ in raw.launches:
-                yield kernel, grid, block, shared_bytes
-
-
-class TestArguments:
-    SIGNATURE = library.Signature(
-        "scale_rows",
-        (
-            library.Parameter("x_mk", "float", True),
-            library.Parameter("m", "int", False),
-            library.Parameter("words", "u32", True),
-            library.Parameter("halves", "u16", True),
-            library.Parameter("raw", "void", True),
-            library.Parameter("eps", "float", False),
-            library.Parameter("num_bytes", "i64", False),
-        ),
-    )
-
-    def good(self) -> dict[str, Any]:
-        """In another order than the signature's."""
-        return {
-            "num_bytes": 1 << 40, "eps": 1e-6, "m": 3, "x_mk": np.zeros(4, np.float32), "raw": np.zeros(4, np.int64),
-            "words": np.zeros(4, np.uint32), "halves": np.zeros(4, np.uint16),
-        }  # fmt: skip
-
-    def launch(self, arguments: dict[str, Any], **options: Any) -> FakeRawKernel:
-        raw = FakeRawKernel()
-        library.Kernel(self.SIGNATURE, raw, "stream")((1, 2), (32,), **options, **arguments)
-        return raw
-
-    def test_they_are_packed_in_the_signatures_order_and_width(self) -> None:
-        arguments = self.good()
-        ((grid, block, packed, shared_bytes, stream),) = self.launch(arguments).launches
-        assert (grid, block, shared_bytes, stream) == ((1, 2), (32,), 0, "stream")
-        assert packed[0] is arguments["x_mk"]
-        assert packed[2] is arguments["words"]
-        assert [type(packed[i]) for i in (1, 5, 6)] == [np.int32, np.float32, np.int64]
-        assert (packed[1], packed[5], packed[6]) == (3, np.float32(1e-6), 1 << 40)
-
-    @pytest.mark.parametrize("name", [parameter.name for parameter in SIGNATURE.parameters])
-    def test_a_missing_one_is_named(self, name: str) -> None:
-        arguments = self.good()
-        del arguments[name]
-        with pytest.raises(InternalError, match=f"scale_rows: no argument for {name}"):
-            self.launch(arguments)
-
-    def test_one_too_many_is_named(self) -> None:
-        with pytest.raises(InternalError, match="scale_rows takes no ldo"):
-            self.launch(self.good() | {"ldo": 4})
-
-    @pytest.mark.parametrize(
-        ("name", "dtype"),
-        [("x_mk", np.float64), ("x_mk", np.float16), ("x_mk", np.int32), ("words", np.int32), ("words", np.uint8),
-         ("words", np.float32), ("halves", np.int16), ("halves", np.float32), ("halves", np.int8)],
-    )  # fmt: skip
-    def test_an_array_of_another_type_is_refused(self, name: str, dtype: type[np.generic]) -> None:
-        with pytest.raises(InternalError, match=f"scale_rows: {name} takes an array of"):
-            self.launch(self.good() | {name: np.zeros(4, dtype)})
-
-    @pytest.mark.parametrize(("name", "dtype"), [("words", np.int8), ("halves", np.float16)])
-    def test_arrays_of_the_same_bits_are_taken(self, name: str, dtype: type[np.generic]) -> None:
-        assert self.launch(self.good() | {name: np.zeros(4, dtype)}).launches
-
-    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float16, np.float32])
-    def test_void_takes_any_array(self, dtype: type[np.generic]) -> None:
-        assert self.launch(self.good() | {"raw": np.zeros(4, dtype)}).launches
-
-    @pytest.mark.parametrize("name", ["x_mk", "words", "raw"])
-    @pytest.mark.parametrize("value", [None, 0, 1.0, [1, 2], np.float32(1), np.uint32(1)])
-    def test_what_is_not_an_array_is_refused(self, name: str, value: object) -> None:
-        with pytest.raises(InternalError, match=f"scale_rows: {name} takes an array"):
-            self.launch(self.good() | {name: value})
-
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("m", 1.5), ("m", "3"), ("m", None), ("m", np.zeros(2, np.int32)), ("m", 1 << 31), ("num_bytes", 1.0),
-         ("num_bytes", 1 << 63), ("eps", None), ("eps", np.zeros(1, np.float32)), ("eps", "1")],
-    )  # fmt: skip
-    def test_what_is_not_such_a_number_is_refused(self, name: str, value: object) -> None:
-        with pytest.raises(InternalError, match=f"scale_rows: {name} takes"):
-            self.launch(self.good() | {name: value})
-
-    @pytest.mark.parametrize(("name", "value"), [("m", np.int64(5)), ("eps", 1), ("eps", np.float64(0.5)), ("m", True)])
-    def test_numpys_numbers_are_numbers(self, name: str, value: object) -> None:
-        assert self.launch(self.good() | {name: value}).launches
-
-    def test_shared_memory_over_48_kib_is_asked_for_and_never_less_again(self) -> None:
-        raw = FakeRawKernel()
-        kernel = library.Kernel(self.SIGNATURE, raw, None)
-        asked = []
-        for shared_bytes in (48 << 10, 60 << 10, 50 << 10, 80 << 10):
-            kernel((1,), (32,), shared_bytes=shared_bytes, **self.good())
-            asked.append(raw.max_dynamic_shared_size_bytes >> 10)
-        assert asked == [0, 60, 60, 80]
-        assert [launch[3] >> 10 for launch in raw.launches] == [48, 60, 50, 80]
-
-
-class TestParsing:
-    @pytest.mark.parametrize("name", library.kernel_files())
-    def test_every_kernel_of_a_file_is_read(self, name: str) -> None:
-        assert len(library.signatures(name)) == expanded(name).count('extern "C" __global__')
-
-    def test_kernels_written_by_macro_are_read(self) -> None:
-        sizes = [f"{cache}_{d}" for cache in ("f16", "f32") for d in (16, 32, 64, 128)]
-        assert {f"attend_{kind}_{size}" for kind in ("split", "tiled") for size in sizes} <= ALL_KERNELS.keys()
-        assert {f"attend_row_f16_{d}" for d in (16, 32, 64, 128)} <= ALL_KERNELS.keys()
-        half = library.signatures("attention_few")["attend_split_f16_64"]
-        wide = library.signatures("attention")["attend_split_f32_64"]
-        assert [p.c_type for p in half.parameters if p.name == "k_hsd"] == ["u16"]
-        assert [p.c_type for p in wide.parameters if p.name == "k_hsd"] == ["float"]
-
-    def test_no_two_files_have_a_kernel_of_the_same_name(self) -> None:
-        assert len(ALL_KERNELS) == sum(len(library.signatures(name)) for name in library.kernel_files())
-
-    def test_an_unknown_parameter_type_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            library, "source", lambda name: 'extern "C" __global__ void f(const double* x, int n) {\n}\n'
-        )
-        with pytest.raises(InternalError, match=r"odd\.cu: cannot read the parameter 'const double\* x' of f"):
-            library.signatures.__wrapped__("odd")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,133 @@
+"""What the CUDA sources say of themselves (constants, bounds, layouts), and a kernel library that launches nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kestrel_cuda.kernels import library
+
+
+def expanded(name: str) -> str:
+    """A source with its kernels written out, macros and all."""
+    return library._expand_macros(library.source(name))
+
+
+def constants(name: str) -> dict[str, int]:
+    """The integer constants of a .cu file and of common.cuh; those that depend on a template are left out."""
+    found: dict[str, int] = {}
+    for constant, expression in re.findall(r"constexpr int (\w+) = ([^;]+);", library.source(name)):
+        try:
+            found[constant] = eval(expression.replace("/", "//"), {"__builtins__": {}}, found)
+        except (NameError, SyntaxError):
+            continue
+    return found
+
+
+def launch_bounds(name: str) -> dict[str, int]:
+    """Threads a block of each kernel may have."""
+    pattern = r"__launch_bounds__\(([^,)]+)(?:, \w+)?\)\s*(\w+)\("
+    return {kernel: eval(threads, {}, constants(name)) for threads, kernel in re.findall(pattern, expanded(name))}
+
+
+def struct_bytes(name: str, struct: str, head_dim: int) -> int:
+    """sizeof of a struct of arrays that is a template over the head dim; a union counts as its largest member."""
+    text = library.source(name)
+    known: dict[str, int] = constants(name) | {"kHeadDim": head_dim}
+
+    def value(expression: str) -> int:
+        expression = re.sub(r"\w+<kHeadDim>::", "", expression).replace("/", "//")
+        expression = re.sub(r"([^()?]+) \? ([^():]+) : ([^()]+)", r"\2 if \1 else \3", expression)
+        return int(eval(expression, {"__builtins__": {}}, known))
+
+    bodies = {found[1]: found[2] for found in re.finditer(r"^struct (\w+) \{\n(.*?)^\};", text, re.M | re.S)}
+    for body in (bodies["Shape"], bodies[struct]):
+        for constant, expression in re.findall(r"static constexpr int (\w+) = ([^;]+);", body):
+            known[constant] = value(expression)
+
+    def arrays(body: str) -> list[int]:
+        found = []
+        for item, declared in re.findall(r"^ +(u16|float|int) ([^;=()]+);", body, re.M):
+            for lengths in re.findall(r"\w+((?:\[[^]]+\])+)", declared):
+                factors = [value(length) for length in re.findall(r"\[([^]]+)\]", lengths)]
+                found.append({"u16": 2, "float": 4, "int": 4}[item] * int(np.prod(factors)))
+        return found
+
+    union = re.search(r"^    union \{\n(.*?)^    \};\n", bodies[struct], re.M | re.S)
+    rest = bodies[struct].replace(union[0], "") if union else bodies[struct]
+    return sum(arrays(rest)) + (max(arrays(union[1])) if union else 0)
+
+
+def tile_stage_bytes(bits: int, rows: int, columns: int) -> int:
+    """sizeof of the `Stage` of one of gemm.cu's tiles: arrays of four-byte elements, one a line."""
+    tile = re.search(r"^struct Tile \{\n(.*?)^\};", library.source("gemm"), re.M | re.S)
+    assert tile
+    known: dict[str, int] = constants("gemm") | {"kBits": bits, "kTileM": rows, "kTileN": columns}
+
+    def value(expression: str) -> int:
+        expression = re.sub(r"(kBits == 8) \? (\d+) : (\d+)", r"\2 if \1 else \3", expression).replace("/", "//")
+        return int(eval(expression, {"__builtins__": {}}, known))
+
+    for constant, expression in re.findall(r"constexpr int (k(?:Words|\w+Words)) = ([^;]+);", tile[1]):
+        known[constant] = value(expression)
+    arrays = re.findall(r"^        (?:u32|float) \w+\[([^]]+)\]\[([^]]+)\];", tile[1], re.M)
+    assert len(arrays) == 4
+    return sum(4 * value(outer) * value(inner) for outer, inner in arrays)
+
+
+def static_shared_bytes(kernel: str) -> int:
+    """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
+    if found := re.fullmatch(r"attend_(?:split|row)_f16_(\d+)", kernel):
+        return struct_bytes("attention_few", "FewRows", int(found[1])) + (16 if "row" in kernel else 0)
+    if kernel.startswith("decode_token_"):
+        return 1 << 10  # about
+    if kernel.startswith("norm_"):
+        return constants("decode")["kNormThreads"] // constants("decode")["kWarp"] * 4
+    return 0
+
+
+ALL_KERNELS = {kernel: name for name in library.kernel_files() for kernel in library.signatures(name)}
+
+
+@dataclass
+class FakeRawKernel:
+    """What a kernel is handed, instead of a launch."""
+
+    launches: list[tuple[Any, ...]] = field(default_factory=list)
+    num_early: int = 0
+    shared_size_bytes: int = 0
+    max_dynamic_shared_size_bytes: int = 0
+
+    def kernel(self, *launch: Any) -> None:
+        self.launches.append(launch)
+
+
+class FakeKernel(library.Kernel):
+    """A kernel whose early launches are counted and otherwise like any other."""
+
+    def __call__(self, *shape: tuple[int, ...], dependent: bool = False, **options: Any) -> None:
+        self._raw_kernel.num_early += dependent
+        super().__call__(*shape, **options)
+
+
+class FakeLibrary(dict[str, library.Kernel]):
+    """Kernels by name, as the sources declare them; a name that no source declares is a KeyError."""
+
+    def __init__(self) -> None:
+        self.raw = {kernel: FakeRawKernel(shared_size_bytes=static_shared_bytes(kernel)) for kernel in ALL_KERNELS}
+        stream = object()
+        super().__init__(
+            (kernel, FakeKernel(library.signatures(name)[kernel], self.raw[kernel], stream))
+            for kernel, name in ALL_KERNELS.items()
+        )
+
+    @property
+    def launches(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
+        """Kernel, grid, block and dynamic shared memory of every launch."""
+        for kernel, raw in self.raw.items():
+            for grid, block, _, shared_bytes, _ in raw.launches:
+                yield kernel, grid, block, shared_bytes

@@ -1,0 +1,130 @@
+"""Signatures read out of the sources, and arguments against them; needs neither a GPU nor CuPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kestrel_cuda.errors import InternalError
+from kestrel_cuda.kernels import library
+from tests.kernel_sources import ALL_KERNELS, FakeRawKernel, expanded
+
+
+class TestArguments:
+    SIGNATURE = library.Signature(
+        "scale_rows",
+        (
+            library.Parameter("x_mk", "float", True),
+            library.Parameter("m", "int", False),
+            library.Parameter("words", "u32", True),
+            library.Parameter("halves", "u16", True),
+            library.Parameter("raw", "void", True),
+            library.Parameter("eps", "float", False),
+            library.Parameter("num_bytes", "i64", False),
+        ),
+    )
+
+    def good(self) -> dict[str, Any]:
+        """In another order than the signature's."""
+        return {
+            "num_bytes": 1 << 40, "eps": 1e-6, "m": 3, "x_mk": np.zeros(4, np.float32), "raw": np.zeros(4, np.int64),
+            "words": np.zeros(4, np.uint32), "halves": np.zeros(4, np.uint16),
+        }  # fmt: skip
+
+    def launch(self, arguments: dict[str, Any], **options: Any) -> FakeRawKernel:
+        raw = FakeRawKernel()
+        library.Kernel(self.SIGNATURE, raw, "stream")((1, 2), (32,), **options, **arguments)
+        return raw
+
+    def test_they_are_packed_in_the_signatures_order_and_width(self) -> None:
+        arguments = self.good()
+        ((grid, block, packed, shared_bytes, stream),) = self.launch(arguments).launches
+        assert (grid, block, shared_bytes, stream) == ((1, 2), (32,), 0, "stream")
+        assert packed[0] is arguments["x_mk"]
+        assert packed[2] is arguments["words"]
+        assert [type(packed[i]) for i in (1, 5, 6)] == [np.int32, np.float32, np.int64]
+        assert (packed[1], packed[5], packed[6]) == (3, np.float32(1e-6), 1 << 40)
+
+    @pytest.mark.parametrize("name", [parameter.name for parameter in SIGNATURE.parameters])
+    def test_a_missing_one_is_named(self, name: str) -> None:
+        arguments = self.good()
+        del arguments[name]
+        with pytest.raises(InternalError, match=f"scale_rows: no argument for {name}"):
+            self.launch(arguments)
+
+    def test_one_too_many_is_named(self) -> None:
+        with pytest.raises(InternalError, match="scale_rows takes no ldo"):
+            self.launch(self.good() | {"ldo": 4})
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        [("x_mk", np.float64), ("x_mk", np.float16), ("x_mk", np.int32), ("words", np.int32), ("words", np.uint8),
+         ("words", np.float32), ("halves", np.int16), ("halves", np.float32), ("halves", np.int8)],
+    )  # fmt: skip
+    def test_an_array_of_another_type_is_refused(self, name: str, dtype: type[np.generic]) -> None:
+        with pytest.raises(InternalError, match=f"scale_rows: {name} takes an array of"):
+            self.launch(self.good() | {name: np.zeros(4, dtype)})
+
+    @pytest.mark.parametrize(("name", "dtype"), [("words", np.int8), ("halves", np.float16)])
+    def test_arrays_of_the_same_bits_are_taken(self, name: str, dtype: type[np.generic]) -> None:
+        assert self.launch(self.good() | {name: np.zeros(4, dtype)}).launches
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float16, np.float32])
+    def test_void_takes_any_array(self, dtype: type[np.generic]) -> None:
+        assert self.launch(self.good() | {"raw": np.zeros(4, dtype)}).launches
+
+    @pytest.mark.parametrize("name", ["x_mk", "words", "raw"])
+    @pytest.mark.parametrize("value", [None, 0, 1.0, [1, 2], np.float32(1), np.uint32(1)])
+    def test_what_is_not_an_array_is_refused(self, name: str, value: object) -> None:
+        with pytest.raises(InternalError, match=f"scale_rows: {name} takes an array"):
+            self.launch(self.good() | {name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("m", 1.5), ("m", "3"), ("m", None), ("m", np.zeros(2, np.int32)), ("m", 1 << 31), ("num_bytes", 1.0),
+         ("num_bytes", 1 << 63), ("eps", None), ("eps", np.zeros(1, np.float32)), ("eps", "1")],
+    )  # fmt: skip
+    def test_what_is_not_such_a_number_is_refused(self, name: str, value: object) -> None:
+        with pytest.raises(InternalError, match=f"scale_rows: {name} takes"):
+            self.launch(self.good() | {name: value})
+
+    @pytest.mark.parametrize(("name", "value"), [("m", np.int64(5)), ("eps", 1), ("eps", np.float64(0.5)), ("m", True)])
+    def test_numpys_numbers_are_numbers(self, name: str, value: object) -> None:
+        assert self.launch(self.good() | {name: value}).launches
+
+    def test_shared_memory_over_48_kib_is_asked_for_and_never_less_again(self) -> None:
+        raw = FakeRawKernel()
+        kernel = library.Kernel(self.SIGNATURE, raw, None)
+        asked = []
+        for shared_bytes in (48 << 10, 60 << 10, 50 << 10, 80 << 10):
+            kernel((1,), (32,), shared_bytes=shared_bytes, **self.good())
+            asked.append(raw.max_dynamic_shared_size_bytes >> 10)
+        assert asked == [0, 60, 60, 80]
+        assert [launch[3] >> 10 for launch in raw.launches] == [48, 60, 50, 80]
+
+
+class TestParsing:
+    @pytest.mark.parametrize("name", library.kernel_files())
+    def test_every_kernel_of_a_file_is_read(self, name: str) -> None:
+        assert len(library.signatures(name)) == expanded(name).count('extern "C" __global__')
+
+    def test_kernels_written_by_macro_are_read(self) -> None:
+        sizes = [f"{cache}_{d}" for cache in ("f16", "f32") for d in (16, 32, 64, 128)]
+        assert {f"attend_{kind}_{size}" for kind in ("split", "tiled") for size in sizes} <= ALL_KERNELS.keys()
+        assert {f"attend_row_f16_{d}" for d in (16, 32, 64, 128)} <= ALL_KERNELS.keys()
+        half = library.signatures("attention_few")["attend_split_f16_64"]
+        wide = library.signatures("attention")["attend_split_f32_64"]
+        assert [p.c_type for p in half.parameters if p.name == "k_hsd"] == ["u16"]
+        assert [p.c_type for p in wide.parameters if p.name == "k_hsd"] == ["float"]
+
+    def test_no_two_files_have_a_kernel_of_the_same_name(self) -> None:
+        assert len(ALL_KERNELS) == sum(len(library.signatures(name)) for name in library.kernel_files())
+
+    def test_an_unknown_parameter_type_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            library, "source", lambda name: 'extern "C" __global__ void f(const double* x, int n) {\n}\n'
+        )
+        with pytest.raises(InternalError, match=r"odd\.cu: cannot read the parameter 'const double\* x' of f"):
+            library.signatures.__wrapped__("odd")
