@@ -199,7 +199,7 @@ class EngineConfig:
     vram_bytes: int | None = None
     cache_budget: CacheBudget = None
     prefill_chunk: int | None = None
-    whole_token: bool = False
+    whole_token: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -270,12 +270,12 @@ class TestOnTheGpu:
         """Over a cache of one split and of two, with linears cut in every way."""
         model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, num_kv_heads=2, **sizes)
         prompt = random_ids(240, seed=6)
-        engine = load_on_gpu(model, quant=quant, keep=0, ctx=300, whole_token=True)
+        engine = load_on_gpu(model, quant=quant, keep=0, ctx=300)
         whole = generate(engine, prompt, 40)
         assert engine._model is not None
         if not engine._model.has_whole_token:
             pytest.skip("this card takes a token in several launches")
-        in_many = load_on_gpu(model, quant=quant, keep=0, ctx=300)
+        in_many = load_on_gpu(model, quant=quant, keep=0, ctx=300, whole_token=False)
         assert_same_bits(generate(in_many, prompt, 40), whole)
         assert in_many._model is not None
         assert not in_many._model.has_whole_token
