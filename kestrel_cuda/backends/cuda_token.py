@@ -62,14 +62,25 @@ class Cut:
         return self.num_pieces * (COLUMNS if self.items_are_pairs else 4 * COLUMNS if self.gate_up else 2 * COLUMNS) * 4
 
 
-def cut_linear(weight: DeviceWeight, num_blocks: int) -> Cut:
-    """Sets of 32 columns, or of 16 with two pieces side by side where that spreads more evenly over the blocks."""
-    n_padded = weight.geometry.n_padded
+def cut_linears(weights: Sequence[DeviceWeight], num_blocks: int) -> list[Cut]:
+    """Sets of 32 columns, or of 16 with two pieces side by side where that spreads more evenly over the blocks.
+
+    `weights` have the same columns, and all are cut alike: a block keeps the residual of the columns it adds to.
+    """
+    n_padded = weights[0].geometry.n_padded
     num_wide, num_narrow = -(-n_padded // (2 * COLUMNS)), -(-n_padded // COLUMNS)
-    pairs = weight.geometry.k_padded % (2 * PIECE_INPUTS) == 0
+    pairs = all(weight.geometry.k_padded % (2 * PIECE_INPUTS) == 0 for weight in weights)
     if pairs and -(-num_narrow // num_blocks) < 2 * -(-num_wide // num_blocks):
-        return _cut(weight, num_narrow, COLUMNS, items_are_pairs=True)
-    return _cut(weight, num_wide, 2 * COLUMNS)
+        return [_cut(weight, num_narrow, COLUMNS, items_are_pairs=True) for weight in weights]
+    return [_cut(weight, num_wide, 2 * COLUMNS) for weight in weights]
+
+
+def cut_token(layer: Sequence[DeviceWeight], lm_head: DeviceWeight, num_blocks: int) -> list[Cut]:
+    """How the linears of a layer (the joint projection, o, gate and up, down) and lm_head are cut over the blocks."""
+    qkv, o, gate_up, down = layer
+    own_qkv, own_head = (cut_linears([weight], num_blocks)[0] for weight in (qkv, lm_head))
+    cut_o, cut_down = cut_linears([o, down], num_blocks)
+    return [own_qkv, cut_o, cut_gate_up(gate_up), cut_down, own_head]
 
 
 def cut_gate_up(weight: DeviceWeight) -> Cut:
@@ -241,13 +252,7 @@ class TokenSteps(AttentionSteps):
             return None
         heads, first, num_blocks = decoder.heads, decoder.layers[0], self.num_multiprocessors
         kernel = self.kernels[f"decode_token_{first.qkv.geometry.element.value}_{heads.head_dim}"]
-        cuts = [
-            cut_linear(first.qkv, num_blocks),
-            cut_linear(first.o, num_blocks),
-            cut_gate_up(first.gate_up),
-            cut_linear(first.down, num_blocks),
-            cut_linear(decoder.lm_head, num_blocks),
-        ]
+        cuts = cut_token((first.qkv, first.o, first.gate_up, first.down), decoder.lm_head, num_blocks)
         least = table_bytes(cuts, len(decoder.layers), num_blocks)
         least += least_work_bytes(cuts, heads.head_dim, heads.queries_per_kv)
         num_slots = min(MOST_SLOTS, (dynamic_bytes(self, kernel) - least) // ring_bytes(decoder))

@@ -1,4 +1,5 @@
-"""How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints; needs CuPy but no GPU."""
+"""How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints and for
+small ones; needs CuPy but no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 from kestrel_cuda.backends.base import DeviceWeight
 from kestrel_cuda.quant.packed import Element, PackedGeometry
 
-SHAPES = {"2b": (2048, 2048, 4096, 6144), "4b": (2560, 4096, 6144, 9728), "8b": (4096, 4096, 6144, 12288)}
+SHAPES = {
+    "2b": (2048, 2048, 4096, 6144),
+    "4b": (2560, 4096, 6144, 9728),
+    "8b": (4096, 4096, 6144, 12288),
+    "o of one piece": (128, 128, 256, 256),
+    "down of an odd number": (640, 256, 512, 640),
+}
 """(hidden size, attended, joint projection, products of the MLP)"""
 
 VOCABULARY, HEAD_DIM, QUERIES_PER_KV, LAYERS = 151936, 128, 4, 36
@@ -36,10 +43,7 @@ def cuts(token: Any, element: Element, name: str) -> list[Any]:
     hidden, attended, joint, products = SHAPES[name]
     shapes = ((hidden, joint), (attended, hidden), (hidden, 2 * products), (products, hidden), (hidden, VOCABULARY))
     weights = [DeviceWeight(PackedGeometry(element, k, n, 32), None, None) for k, n in shapes]
-    return [
-        token.cut_gate_up(weight) if i == 2 else token.cut_linear(weight, MULTIPROCESSORS)
-        for i, weight in enumerate(weights)
-    ]
+    return list(token.cut_token(weights[:4], weights[4], MULTIPROCESSORS))
 
 
 def test_every_column_and_piece_is_in_one_item(cuts: list[Any]) -> None:
