@@ -180,6 +180,7 @@ class EngineConfig:
     `kv` None means f32 with `quant` none and f16 otherwise. `ctx` None means prompt + new tokens.
     `vram_bytes` None means what is free less a margin. `strip_cache` is a folder for packed weights, saved and found
     again; `host_keep` above 0 holds that many of a window's layers in host memory and reads the others from there.
+    `keep_tower` leaves the vision tower on the device after pictures were encoded, for the next ones.
     `whole_token` decodes a token in one launch where a backend can; the bits are the same.
     """
 
@@ -199,6 +200,7 @@ class EngineConfig:
     vram_bytes: int | None = None
     cache_budget: CacheBudget = None
     prefill_chunk: int | None = None
+    keep_tower: bool = False
     whole_token: bool = True
 
     def __post_init__(self) -> None:

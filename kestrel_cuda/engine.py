@@ -18,6 +18,7 @@ from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import NOT_FINITE, open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
+from kestrel_cuda.encode import VisualEncoder
 from kestrel_cuda.errors import CheckpointError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.chat import encode_chat
@@ -29,12 +30,10 @@ from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
-from kestrel_cuda.model.vision import HostTower, encode_all
-from kestrel_cuda.model.vision_weights import read_tower
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.paths import shown_path
-from kestrel_cuda.plan import RUN_FLAGS, Flags, Plan, make_plan
+from kestrel_cuda.plan import FREE_MARGIN_BYTES, RUN_FLAGS, Flags, Plan, make_plan
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport
 from kestrel_cuda.residency.store import WeightStore
@@ -61,6 +60,8 @@ class Engine:
         check_vocabulary(self.checkpoint, self.tokenizer)
         self.end_ids = end_ids(self.checkpoint, self.tokenizer)
         self.backend: Backend | None = None
+        self._backend_warnings: list[str] = []
+        self._encoder: VisualEncoder | None = None
         self.plan: Plan | None = None
         self._weights: DecoderWeights | None = None
         self._store: WeightStore | None = None
@@ -131,13 +132,14 @@ class Engine:
         Raises DeviceError when the plan does not fit, CheckpointError when a weight cannot be quantized.
         """
         started = time.perf_counter()
-        self.unload()
+        if self.plan is not None:
+            self.unload()
         config, model = self.config, self.checkpoint.config
         notes, warnings = list(self.checkpoint.notes), list(self.checkpoint.warnings)
         if self.chat is not None:
             warnings += self.chat.warnings
-        backend = self._open_backend(warnings)
-        self.backend = backend
+        backend = self._opened_backend()
+        warnings += self._backend_warnings
         backend.check_heads(model.text.head_dim, model.text.num_heads // model.text.num_kv_heads)
         quantized = config.quant is not Quant.NONE
         weights = plan_weights(model, config.quant, self._stored_element)
@@ -152,6 +154,7 @@ class Engine:
             embedding_bytes=embedding.data.nbytes,
             on_gpu=backend.name == "cuda",
             collects_logits=collects_logits,
+            held=self._encoder.held() if self._encoder else (),
             flags=flags,
         )
         plan = self._plan_for(config, lowers_prefetch=lowers_prefetch)
@@ -229,7 +232,7 @@ class Engine:
             ctx=ctx,
             prefill_chunk=plan.prefill_chunk,
             embeddings_on=plan.embeddings_on,
-            planned_device_bytes=plan.total_bytes,
+            planned_device_bytes=max(plan.total_bytes, self._encoder.peak_bytes if self._encoder else 0),
             load_ms=self._load_ms,
             notes=tuple(notes),
             warnings=tuple(warnings),
@@ -251,14 +254,21 @@ class Engine:
         self.backend.reset_peak()
 
     def encode_visuals(self, visuals: Sequence[Visual], pixels_mk: NDArray[np.float32]) -> EncodedVisuals:
-        """Features of pictures and videos, which follow one another in `pixels_mk` as in the prompt."""
+        """Features of pictures and videos, which follow one another in `pixels_mk` as in the prompt.
+
+        Before `load` they have the device to themselves, and `load` plans with what stays; a second `load` drops them.
+        Raises InputError for a checkpoint without a vision tower, DeviceError when there is no room.
+        """
         vision = self.checkpoint.config.vision
         if self.checkpoint.text_only or vision is None:
             raise InputError(
                 f"{shown_path(self.config.model)} has no vision tower: it reads text only; leave the pictures out"
             )
-        tower = HostTower(vision, read_tower(self.checkpoint, vision))
-        return EncodedVisuals(tuple(visuals), encode_all(tower, pixels_mk, [visual.grid for visual in visuals]))
+        backend = self._opened_backend()
+        if self._encoder is None:
+            exact = self.config.quant is Quant.NONE
+            self._encoder = VisualEncoder(self.checkpoint, exact=exact, keeps_tower=self.config.keep_tower)
+        return self._encoder.encode(backend, visuals, pixels_mk, self._most_bytes(backend))
 
     def generate(
         self,
@@ -316,7 +326,7 @@ class Engine:
         """Give back everything `load` took."""
         if self.backend is not None:
             self.backend.close()
-        self.backend = self.plan = self._weights = self._store = self._model = self._sequence = None
+        self.backend = self.plan = self._weights = self._store = self._model = self._sequence = self._encoder = None
 
     close = unload
 
@@ -326,13 +336,23 @@ class Engine:
             raise InternalError("flip_host_bit() was called before load()")
         self._store.flip_host_bit(layer)
 
-    def _open_backend(self, warnings: list[str]) -> Backend:
-        if self.config.backend != "auto":
-            return open_backend(self.config.backend, self.config.device)
-        backend, reason = open_best_backend(self.config.device)
-        if reason:
-            warnings.append(f"running on the CPU: {reason}")
-        return backend
+    def _opened_backend(self) -> Backend:
+        if self.backend is None:
+            self._backend_warnings = []
+            if self.config.backend != "auto":
+                self.backend = open_backend(self.config.backend, self.config.device)
+            else:
+                self.backend, reason = open_best_backend(self.config.device)
+                if reason:
+                    self._backend_warnings.append(f"running on the CPU: {reason}")
+        return self.backend
+
+    def _most_bytes(self, backend: Backend) -> int | None:
+        """What this process may hold of a GPU; None on the CPU, whose memory nobody bounds."""
+        if backend.name != "cuda" or self.config.vram_bytes is not None:
+            return self.config.vram_bytes
+        memory = backend.memory()
+        return memory.free_bytes + memory.allocated_bytes + memory.context_bytes - FREE_MARGIN_BYTES
 
     def _stored_element(self, key: WeightKey) -> Element:
         return _ELEMENTS[self.checkpoint.weight(key).dtype]

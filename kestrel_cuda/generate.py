@@ -20,7 +20,7 @@ from kestrel_cuda.inputs.tokenizer import TextStream
 from kestrel_cuda.model.prompt_positions import VisualSpan, prompt_positions
 from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LOGIT_ROWS, Observer, TextModel
-from kestrel_cuda.model.visual_rows import EncodedVisuals, PlacedVisuals
+from kestrel_cuda.model.visual_rows import EncodedVisuals, visual_rows
 from kestrel_cuda.quant.packed import round_up
 from kestrel_cuda.report import ResidencyReport, RunReport, StopReason, TimingReport, Token
 from kestrel_cuda.residency.store import WeightStore
@@ -153,15 +153,16 @@ class Generation:
         hidden_sk = None
         if self._logits != "none":
             hidden_sk = backend.zeros((total, model.h_mk.shape[1]), np.float32)
-        placed, positions_3s = self._place_visuals()
+        encoded = self._encoded
+        positions_3s = prompt_positions(len(self._prompt_ids), self._spans) if encoded else None
         self._sequence.start(self._prompt_ids, positions_3s)
         backend.synchronize()
         before = backend.mark()
         while self._position < total:
             rows = min(self._chunk, total - self._position)
             self._store.begin_pass()
-            visual_rows = tuple(placed.rows(self._position, rows)) if placed else ()
-            model.forward(self.state, rows, self._position + rows, self._observe, visual_rows=visual_rows)
+            visuals = tuple(visual_rows(encoded.features, self._spans, self._position, rows)) if encoded else ()
+            model.forward(self.state, rows, self._position + rows, self._observe, visual_rows=visuals)
             if hidden_sk is not None:
                 backend.copy(hidden_sk[self._position : self._position + rows], model.h_mk[:rows])
             self._position += rows
@@ -171,16 +172,7 @@ class Generation:
         model.logits(model.h_mk[rows - 1 : rows], 1)
         backend.choose(model.logits_mv[0], self._num_ids, self.state, rows)
         self._prefill_ms = backend.elapsed_ms(before, after)
-        if placed:
-            placed.free()
         return before, hidden_sk
-
-    def _place_visuals(self) -> tuple[PlacedVisuals | None, NDArray[np.int64] | None]:
-        """The features of the prompt's pictures on the device, and the positions of its tokens; None for plain text."""
-        if self._encoded is None:
-            return None, None
-        placed = PlacedVisuals(self._backend, self._encoded.features, self._spans)
-        return placed, prompt_positions(len(self._prompt_ids), self._spans)
 
     def _decode(self) -> None:
         self._position += 1

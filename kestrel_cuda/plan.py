@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -97,14 +98,15 @@ def make_plan(
     on_gpu: bool,
     embeddings_on: Literal["device", "host"] | None = None,
     collects_logits: bool = False,
+    held: Sequence[tuple[str, int]] = (),
     lowers_prefetch: bool = True,
     flags: Flags = RUN_FLAGS,
 ) -> Plan:
     """Fit weights, cache and work buffers into the memory there is; `embeddings_on` says where they lie already.
 
     `collects_logits` makes room for the prompt's last hidden rows, from which its logits are computed afterwards.
-    Layers are fetched ahead as far as there is room for them, and a plan with fewer than wanted warns; without
-    `lowers_prefetch` it is refused.
+    `held` is what lies on the device beside all that: (what, bytes). Layers are fetched ahead as far as there is room
+    for them, and a plan with fewer than wanted warns; without `lowers_prefetch` it is refused.
 
     Raises DoesNotFit when what was asked for does not fit, naming what would, and SettingError for a context longer
     than the model's positions.
@@ -127,6 +129,7 @@ def make_plan(
             on_gpu,
             embeddings_on,
             collects_logits,
+            tuple(held),
             flags,
         )
         try:
@@ -174,6 +177,7 @@ class _Planner:
     on_gpu: bool
     embeddings_on: Literal["device", "host"] | None
     collects_logits: bool
+    held: tuple[tuple[str, int], ...]
     flags: Flags
 
     def plan(self) -> Plan:
@@ -222,7 +226,7 @@ class _Planner:
         if self.config.vram_bytes is not None:
             return self.config.vram_bytes
         if self.on_gpu:
-            return self.memory.free_bytes + self.memory.context_bytes - FREE_MARGIN_BYTES
+            return self.memory.free_bytes + self.held_bytes + self.memory.context_bytes - FREE_MARGIN_BYTES
         return self.memory.total_bytes
 
     def breaks_budget(self, keep: int) -> bool:
@@ -269,6 +273,7 @@ class _Planner:
             (f"key-value cache, {self.ctx} slots", kv_cache_bytes(text, self.ctx, self.config.kv_dtype)),
             (f"work buffers, {chunk} rows", self.work_bytes(chunk)),
             ("prompt rows kept for their logits", 4 * self.num_prompt * text.hidden_size * self.collects_logits),
+            *self.held,
         ]
 
     def _layers_name(self, keep: int) -> str:
@@ -277,6 +282,10 @@ class _Planner:
     def peak_layers(self, keep: int) -> int:
         window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
         return window.peak_layers if window else self.text.num_layers
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.held)
 
     @property
     def layer_bytes(self) -> int:
@@ -290,7 +299,7 @@ class _Planner:
         whole = keep == 0 and not self.config.lazy
         slabs = [layout.num_bytes for layout in self.weights.layouts]
         scratch = LOADER_BYTES if self.on_gpu else 0
-        return self.memory.context_bytes + (sum(slabs) if whole else max(slabs)) + scratch
+        return self.memory.context_bytes + self.held_bytes + (sum(slabs) if whole else max(slabs)) + scratch
 
     def _rows_a_pass(self, chunk: int) -> int:
         if not self.on_gpu:

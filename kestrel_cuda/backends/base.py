@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kestrel_cuda.backends.vision import VisionSteps
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import PackedGeometry, SlabEntry, SlabLayout
 from kestrel_cuda.weight_keys import Projection
@@ -183,8 +184,11 @@ class Packer(Protocol):
     def close(self) -> None: ...
 
 
-class Backend(Protocol):
-    """Device memory and the steps of a layer. Every step runs in submission order and may return before it is done."""
+class Backend(VisionSteps, Protocol):
+    """Device memory, the steps of a layer and those of the vision tower.
+
+    Every step runs in submission order and may return before it is done.
+    """
 
     name: str
     device_name: str

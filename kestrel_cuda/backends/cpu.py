@@ -27,6 +27,8 @@ from kestrel_cuda.backends.base import (
     new_activation,
 )
 from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.backends.cpu_rope import rotate
+from kestrel_cuda.backends.cpu_vision import CpuVisionSteps
 from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.quant.grouped import (
     ACTIVATION_GROUP,
@@ -99,7 +101,7 @@ class CpuPacker:
         pass
 
 
-class CpuBackend(ComposedSteps):
+class CpuBackend(ComposedSteps, CpuVisionSteps):
     """Plain NumPy on the host."""
 
     name = "cpu"
@@ -339,13 +341,6 @@ class CpuBackend(ComposedSteps):
 
     def close(self) -> None:
         pass
-
-
-def rotate(x: NDArray[np.float32], cos: NDArray[np.float32], sin: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rotary embedding with pairs (i, i + d/2): x * cos + rotate_half(x) * sin."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _float_values(values_kn: NDArray[np.generic], geometry: PackedGeometry) -> NDArray[np.float32]:

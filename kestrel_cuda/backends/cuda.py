@@ -14,6 +14,7 @@ import numpy as np
 from kestrel_cuda.backends.base import Activation, DeviceWeight, SequenceState, new_activation
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_token import TokenSteps
+from kestrel_cuda.backends.cuda_vision import VisionKernels
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry
 
@@ -30,7 +31,7 @@ _TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.flo
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
 
 
-class CudaBackend(DecodeSteps, TokenSteps):
+class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
     """One GPU. Raises DeviceError when it is missing, too old, or the driver cannot be used."""
 
     def __init__(self, device: int = 0, *, cubin_dir: Path | None = None) -> None:
@@ -123,6 +124,10 @@ class CudaBackend(DecodeSteps, TokenSteps):
                 (-(-k_padded // 256), num_rows), (256,), gate_up=gate_up_mn, codes_mk=out.codes_mk,
                 scales_mg=out.scales_mg, k=k, k_padded=k_padded, ld=ld, up_column=up_column,
             )  # fmt: skip
+
+    def add(self, target_mk: Any, rows_mk: Any) -> None:
+        count = target_mk.size
+        self.kernels["add_values"]((-(-count // 256),), (256,), target=target_mk, values=rows_mk, count=count)
 
     def choose(self, logits_v: Any, num_ids: int, state: SequenceState, num_rows: int) -> None:
         blocks = min(256, -(-num_ids // 256))

@@ -85,6 +85,15 @@ def widen(rows: RawTensor | NDArray[Any]) -> NDArray[np.float32]:
     return data.astype(np.float32, copy=False)
 
 
+def narrow(rows: RawTensor | NDArray[Any]) -> NDArray[np.uint16]:
+    """Stored values as BF16 bit patterns, to nearest, ties to even; those of BF16 as they are."""
+    data = rows.data if isinstance(rows, RawTensor) else rows
+    if data.dtype == np.uint16:
+        return data
+    bits = np.ascontiguousarray(widen(data)).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
 def first_nonfinite_row(raw: RawTensor) -> int | None:
     """The first index along the first axis under which a value is infinite or not a number; None when there is none.
 

@@ -99,3 +99,10 @@ argmax_final(const float* best_b, const int* best_id_b, int* tokens, int* positi
 
 // Move the position on without choosing an id (a prefill chunk that is not the last). Grid: 1.
 extern "C" __global__ void advance_position(int* position, int num_rows) { *position += num_rows; }
+
+// target += values. Grid: ceil(count / 256).
+extern "C" __global__ void __launch_bounds__(256)
+add_values(float* target, const float* values, i64 count) {
+    const i64 at = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (at < count) target[at] = add_rn(target[at], values[at]);
+}

@@ -9,106 +9,191 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.cpu_vision import attend, gelu_erf, gelu_tanh, layer_norm, linear
+from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.backends.vision import After, PatchPlaces
 from kestrel_cuda.checkpoint.names import BlockPart
 from kestrel_cuda.config import Grid, VisionConfig
 from kestrel_cuda.errors import InternalError
-from kestrel_cuda.model.patch_positions import learned_positions, patch_rotation
-from kestrel_cuda.model.vision_weights import Affine, MergerWeights, TowerWeights
+from kestrel_cuda.model.patch_positions import frame_places
+from kestrel_cuda.model.vision_weights import MergerWeights, TowerWeights
 
 Rows = NDArray[np.float32]
 TowerObserver = Callable[[str, Rows], None]
 
+PASS_ROWS = 8192
+"""Patches that go through a step at a time where they do not see one another, and frames of a video up to as many."""
+
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """What replaces the embeddings of a picture's tokens, [tokens, out_hidden], and deepstack features of that shape,
-    of which number i is added after decoder layer i."""
+    """What replaces the embeddings of pictures' tokens, [tokens, out_hidden] on the backend, and deepstack features of
+    that shape, of which number i is added after decoder layer i."""
 
-    tokens_mn: Rows
-    deepstack_mn: tuple[Rows, ...]
+    tokens_mn: Array
+    deepstack_mn: tuple[Array, ...]
 
+    def rows(self, begin: int, end: int) -> VisionFeatures:
+        """Those of tokens begin .. end."""
+        return VisionFeatures(self.tokens_mn[begin:end], tuple(level[begin:end] for level in self.deepstack_mn))
 
-class VisionTower(Protocol):
-    """Encodes one picture or one video."""
-
-    def encode(self, pixels_mk: Rows, grid: Grid) -> VisionFeatures:
-        """`pixels_mk` has a row for each patch of `grid`: channels, frames, patch rows, patch columns."""
-
-
-def encode_all(tower: VisionTower, pixels_mk: Rows, grids: Sequence[Grid]) -> VisionFeatures:
-    """Features of at least one picture or video, one after the other; their pixel rows follow one another too."""
-    ends = np.cumsum([math.prod(grid) for grid in grids])
-    if ends[-1] != len(pixels_mk):
-        raise InternalError(f"{len(pixels_mk)} rows of pixels are not those of grids {[list(grid) for grid in grids]}")
-    parts = np.split(pixels_mk, ends[:-1])
-    return _join([tower.encode(part_mk, grid) for part_mk, grid in zip(parts, grids, strict=True)])
+    def arrays(self) -> tuple[Array, ...]:
+        return (self.tokens_mn, *self.deepstack_mn)
 
 
-def _join(features: list[VisionFeatures]) -> VisionFeatures:
-    return VisionFeatures(
-        np.concatenate([each.tokens_mn for each in features]),
-        tuple(np.concatenate(level) for level in zip(*(each.deepstack_mn for each in features), strict=True)),
-    )
+def feature_bytes(config: VisionConfig, grids: Sequence[Grid]) -> int:
+    """What the features of pictures take."""
+    num_tokens = sum(config.num_tokens(grid) for grid in grids)
+    return 4 * num_tokens * config.out_hidden_size * (1 + len(config.deepstack_blocks))
 
 
-class HostTower:
-    """The tower's definition, in float32 on the host."""
+def tower_work_bytes(config: VisionConfig, grids: Sequence[Grid], dtype: DTypeLike) -> int:
+    """What a `Tower` for these pictures takes beside its weights and their features."""
+    shapes = _buffers(config, rows_at_once(grids), dtype)
+    held = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values())
+    rows, columns = max(grid[1] * grid[2] for grid in grids), max(max(grid[1:]) for grid in grids)
+    return held + 8 * rows + columns * (4 * 6 + 2 * config.head_dim)
 
-    def __init__(self, config: VisionConfig, weights: TowerWeights, observe: TowerObserver | None = None) -> None:
-        """`observe` is given each frame's rows as they go into block 0 and as each block leaves them."""
-        self._config, self._weights = config, weights
+
+def rows_at_once(grids: Sequence[Grid]) -> int:
+    """Patches that the tower takes together: a picture, or as many frames of a video as PASS_ROWS hold."""
+    return max(_frames_at_once(grid) * grid[1] * grid[2] for grid in grids)
+
+
+def _frames_at_once(grid: Grid) -> int:
+    return min(grid[0], max(1, PASS_ROWS // (grid[1] * grid[2])))
+
+
+def _buffers(config: VisionConfig, max_rows: int, dtype: DTypeLike) -> dict[str, tuple[tuple[int, int], DTypeLike]]:
+    n, pass_rows = config.hidden_size, min(max_rows, PASS_ROWS)
+    return {
+        "h": ((max_rows, n), np.float32),
+        "x": ((max_rows, n), dtype),
+        "qkv": ((max_rows, 3 * n), dtype),
+        "inner": ((pass_rows, config.intermediate_size), dtype),
+        "pixels": ((pass_rows, config.patch_inputs), np.float32),
+        "patches": ((pass_rows, config.patch_inputs), dtype),
+    }
+
+
+class Tower:
+    """The tower over a backend's steps, with buffers for `max_rows` patches until it is freed."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: VisionConfig,
+        weights: TowerWeights,
+        max_rows: int,
+        observe: TowerObserver | None = None,
+    ) -> None:
+        """`observe` is given the rows of frames as they go into block 0 and as each block leaves them."""
+        self._backend, self._config, self._weights = backend, config, weights
         self._observe = observe
+        shapes = _buffers(config, max_rows, weights.dtype)
+        self._buffers: dict[str, Array] = {name: backend.zeros(*shape) for name, shape in shapes.items()}
 
-    # What overflows reaches the logits and is refused there, as for the decoder.
-    @np.errstate(all="ignore")
-    def encode(self, pixels_mk: Rows, grid: Grid) -> VisionFeatures:
-        """`VisionTower.encode`."""
+    def encode(self, pixels_mk: Rows, grid: Grid, out: VisionFeatures) -> None:
+        """Write the features of one picture or video; `pixels_mk` has a row for each patch of `grid`: channels, frames,
+        patch rows, patch columns."""
         num_frames, num_rows, num_columns = grid
-        config = self._config
+        config, backend = self._config, self._backend
         sides_fit = num_rows % config.merge_size == 0 == num_columns % config.merge_size
         if min(grid) < 1 or not sides_fit or pixels_mk.shape != (math.prod(grid), config.patch_inputs):
             raise InternalError(f"pixels {list(pixels_mk.shape)} are not those of grid {list(grid)}")
-        return _join([self._frame(frame, num_rows, num_columns) for frame in np.split(pixels_mk, num_frames)])
+        frame_rows, at_once = num_rows * num_columns, _frames_at_once(grid)
+        on_host = frame_places(config, num_rows, num_columns)
+        places = PatchPlaces(*(backend.to_device(array) for array in on_host.arrays()))
+        for frame in range(0, num_frames, at_once):
+            begin, end = frame * frame_rows, min(frame + at_once, num_frames) * frame_rows
+            features = out.rows(begin // config.patches_per_token, end // config.patches_per_token)
+            self._frames(pixels_mk[begin:end], places, features)
+        for array in places.arrays():
+            backend.free(array)
 
-    def _frame(self, pixels_mk: Rows, num_rows: int, num_columns: int) -> VisionFeatures:
-        config, weights = self._config, self._weights
-        h_mk = _linear(pixels_mk, weights.patch_embed)
-        h_mk += learned_positions(config, weights.positions_mn, num_rows, num_columns)
-        self._see("block in", h_mk)
-        cos_md, sin_md = patch_rotation(config, num_rows, num_columns)
-        deepstack: list[Rows] = []
+    def free(self) -> None:
+        """Give the buffers back, not the weights."""
+        for array in self._buffers.values():
+            self._backend.free(array)
+        self._buffers = {}
+
+    def _frames(self, pixels_mk: Rows, places: PatchPlaces, out: VisionFeatures) -> None:
+        backend, config, weights = self._backend, self._config, self._weights
+        num_rows = len(pixels_mk)
+        h, x, qkv = (self._buffers[name][:num_rows] for name in ("h", "x", "qkv"))
+        self._embed(pixels_mk, h)
+        backend.add_patch_positions(h, weights.positions_pn, places)
+        self._see("block in", h)
+        # In the order of the blocks, whatever the order of the mergers (modeling_qwen3_vl.py does the same).
+        levels = iter(out.deepstack_mn)
         for number, block in enumerate(weights.blocks):
-            qkv_mn = _linear(_norm(h_mk, block[BlockPart.NORM1]), block[BlockPart.QKV])
-            h_mk += _linear(attend(qkv_mn, config.num_heads, cos_md, sin_md), block[BlockPart.PROJ])
-            inner_mk = gelu_tanh(_linear(_norm(h_mk, block[BlockPart.NORM2]), block[BlockPart.FC1]))
-            h_mk += _linear(inner_mk, block[BlockPart.FC2])
-            self._see(f"block {number}", h_mk)
+            backend.layer_norm(h, block[BlockPart.NORM1], x)
+            backend.affine(x, block[BlockPart.QKV], qkv)
+            backend.attend_patches(qkv, config.num_heads, places, x)
+            backend.affine(x, block[BlockPart.PROJ], h, After.ADD)
+            backend.layer_norm(h, block[BlockPart.NORM2], x)
+            for begin, end in _passes(num_rows):
+                inner = self._buffers["inner"][: end - begin]
+                backend.affine(x[begin:end], block[BlockPart.FC1], inner, After.GELU_TANH)
+                backend.affine(inner, block[BlockPart.FC2], h[begin:end], After.ADD)
+            self._see(f"block {number}", h)
             if number in config.deepstack_blocks:
-                # In the order of the blocks, whatever the order of the mergers (modeling_qwen3_vl.py does the same).
                 merger = weights.deepstack[config.deepstack_blocks.index(number)]
-                merged = _norm(h_mk.reshape(-1, config.merged_size), merger.norm)
-                deepstack.append(_features(merged, merger))
-        merged = _norm(h_mk, weights.merger.norm).reshape(-1, config.merged_size)
-        return VisionFeatures(_features(merged, weights.merger), tuple(deepstack))
+                backend.layer_norm(_by_token(h, config), merger.norm, _by_token(x, config))
+                self._merge(merger, x, next(levels))
+        backend.layer_norm(h, weights.merger.norm, x)
+        self._merge(weights.merger, x, out.tokens_mn)
 
-    def _see(self, what: str, h_mk: Rows) -> None:
+    def _embed(self, pixels_mk: Rows, h: Array) -> None:
+        backend = self._backend
+        for begin, end in _passes(len(pixels_mk)):
+            pixels, patches = (self._buffers[name][: end - begin] for name in ("pixels", "patches"))
+            backend.write(pixels, pixels_mk[begin:end])
+            backend.put_pixels(patches, pixels)
+            backend.affine(patches, self._weights.patch_embed, h[begin:end])
+
+    def _merge(self, merger: MergerWeights, x: Array, out: Array) -> None:
+        backend, merged = self._backend, _by_token(x, self._config)
+        inner = self._buffers["qkv"].reshape(-1)[: math.prod(merged.shape)].reshape(merged.shape)
+        backend.affine(merged, merger.fc1, inner, After.GELU_ERF)
+        backend.affine(inner, merger.fc2, out)
+
+    def _see(self, what: str, h: Array) -> None:
         if self._observe:
-            self._observe(what, h_mk.copy())
+            self._observe(what, self._backend.to_host(h).copy())
 
 
-def _linear(x_mk: Rows, affine: Affine) -> Rows:
-    return linear(x_mk, affine.weight, affine.bias)
+def _passes(num_rows: int) -> Sequence[tuple[int, int]]:
+    return list(pairwise([*range(0, num_rows, PASS_ROWS), num_rows]))
 
 
-def _norm(x_mk: Rows, affine: Affine) -> Rows:
-    return layer_norm(x_mk, affine.weight, affine.bias)
+def _by_token(rows: Array, config: VisionConfig) -> Array:
+    """The patches of a token side by side: its patches are neighbours."""
+    return rows.reshape(-1, config.merged_size)
 
 
-def _features(merged_mk: Rows, merger: MergerWeights) -> Rows:
-    return _linear(gelu_erf(_linear(merged_mk, merger.fc1)), merger.fc2)
+def encode_all(
+    backend: Backend,
+    config: VisionConfig,
+    weights: TowerWeights,
+    pixels_mk: Rows,
+    grids: Sequence[Grid],
+    observe: TowerObserver | None = None,
+) -> VisionFeatures:
+    """Features of at least one picture or video, one after the other; their pixel rows follow one another too."""
+    ends = [0, *np.cumsum([math.prod(grid) for grid in grids]).tolist()]
+    if ends[-1] != len(pixels_mk):
+        raise InternalError(f"{len(pixels_mk)} rows of pixels are not those of grids {[list(grid) for grid in grids]}")
+    tower = Tower(backend, config, weights, rows_at_once(grids), observe)
+    shape = (sum(config.num_tokens(grid) for grid in grids), config.out_hidden_size)
+    levels = range(len(config.deepstack_blocks))
+    features = VisionFeatures(backend.zeros(shape, np.float32), tuple(backend.zeros(shape, np.float32) for _ in levels))
+    for (begin, end), grid in zip(pairwise(ends), grids, strict=True):
+        tokens = (begin // config.patches_per_token, end // config.patches_per_token)
+        tower.encode(pixels_mk[begin:end], grid, features.rows(*tokens))
+    tower.free()
+    return features

@@ -10,12 +10,23 @@ from kestrel_cuda.model.prompt_positions import Visual, VisualSpan
 from kestrel_cuda.model.vision import VisionFeatures
 
 
-@dataclass(frozen=True)
 class EncodedVisuals:
-    """Pictures and videos in the order of the prompt, and their features, which follow one another."""
+    """Pictures and videos in the order of the prompt, and their features, which follow one another.
 
-    visuals: tuple[Visual, ...]
-    features: VisionFeatures
+    The features are on the backend until `free`, or until the engine that made them closes.
+    """
+
+    def __init__(self, backend: Backend, visuals: Sequence[Visual], features: VisionFeatures) -> None:
+        self._backend = backend
+        self.visuals = tuple(visuals)
+        self.features = features
+        self.num_bytes = sum(array.nbytes for array in features.arrays())
+
+    def free(self) -> None:
+        """Give the features back."""
+        for array in self.features.arrays():
+            self._backend.free(array)
+        self.num_bytes = 0
 
 
 @dataclass(frozen=True)
@@ -28,29 +39,15 @@ class VisualRows:
     deepstack_mk: tuple[Array, ...]
 
 
-class PlacedVisuals:
-    """Features on the device until `free`, for the spans of one prompt."""
-
-    def __init__(self, backend: Backend, features: VisionFeatures, spans: Sequence[VisualSpan]) -> None:
-        self._backend, self._spans = backend, spans
-        self._tokens_mk = backend.to_device(features.tokens_mn)
-        self._deepstack_mk = [backend.to_device(level_mn) for level_mn in features.deepstack_mn]
-
-    def rows(self, first: int, num_rows: int) -> Iterator[VisualRows]:
-        """The parts of pictures among tokens first .. first + num_rows of the prompt."""
-        num_before = 0
-        for span in self._spans:
-            begin, end = max(span.start, first), min(span.stop, first + num_rows)
-            if begin < end:
-                shift = num_before - span.start
-                features = slice(begin + shift, end + shift)
-                yield VisualRows(
-                    slice(begin - first, end - first),
-                    self._tokens_mk[features],
-                    tuple(level_mk[features] for level_mk in self._deepstack_mk),
-                )
-            num_before += span.stop - span.start
-
-    def free(self) -> None:
-        for array in (self._tokens_mk, *self._deepstack_mk):
-            self._backend.free(array)
+def visual_rows(
+    features: VisionFeatures, spans: Sequence[VisualSpan], first: int, num_rows: int
+) -> Iterator[VisualRows]:
+    """The parts of pictures among tokens first .. first + num_rows of a prompt that has them at `spans`."""
+    num_before = 0
+    for span in spans:
+        begin, end = max(span.start, first), min(span.stop, first + num_rows)
+        if begin < end:
+            shift = num_before - span.start
+            part = features.rows(begin + shift, end + shift)
+            yield VisualRows(slice(begin - first, end - first), part.tokens_mn, part.deepstack_mn)
+        num_before += span.stop - span.start

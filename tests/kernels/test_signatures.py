@@ -24,7 +24,10 @@ from kestrel_cuda.backends.base import (
     SourceMatrix,
 )
 from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.backends.vision import BFLOAT16, Affine, After
+from kestrel_cuda.config import VisionConfig
 from kestrel_cuda.kernels import library
+from kestrel_cuda.model.patch_positions import frame_places
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP, SMALLEST_SCALE
 from kestrel_cuda.quant.packed import Element, PackedGeometry, entry_views, slab_layout
 from kestrel_cuda.weight_keys import LM_HEAD
@@ -106,6 +109,18 @@ class TestSizes:
             ("cuda_token.PIECE_GROUPS", "token", "kGroupsPerPiece"),
             ("cuda_token.MMA_ROWS", "token", "kMmaRows"),
             ("cuda_token.SUBTILES", "token", "kSubtiles"),
+            ("cuda_vision.ROW_WARPS", "vision", "kRowWarps"),
+            ("cuda_vision.VALUE_THREADS", "vision", "kValueThreads"),
+            ("cuda_vision.TILE_M", "vision_linear", "kTileM"),
+            ("cuda_vision.TILE_N", "vision_linear", "kTileN"),
+            ("cuda_vision.TILE_THREADS", "vision_linear", "kTileThreads"),
+            ("cuda_vision.FLOAT_TILE", "vision_linear", "kFloatTile"),
+            ("cuda_vision.FLOAT_THREADS", "vision_linear", "kFloatThreads"),
+            ("cuda_vision.CHUNK", "vision_linear", "kChunk"),
+            ("cuda_vision.CHUNK", "vision_attention", "kChunk"),
+            ("cuda_vision.ATTENTION_WARPS", "vision_attention", "kWarps"),
+            ("cuda_vision.ATTENTION_STAGES", "vision_attention", "kStages"),
+            ("cuda_vision.FLOAT_HEAD_DIM", "vision_attention", "kFloatHeadDim"),
             ("cuda.MAX_WARPS", "gemv", "kMaxWarps"),
             ("cuda.FLOAT_ROWS", "gemv", "kFloatRows"),
         ],
@@ -170,6 +185,9 @@ def hollow_backend(cuda: Any, kernels: FakeLibrary) -> Any:
             return array
 
         def free(self, array: Any) -> None:
+            pass
+
+        def copy(self, target: Any, source: Any) -> None:
             pass
 
         def mark(self) -> None:
@@ -296,6 +314,26 @@ def run_the_rest(backend: Any) -> None:
     for vocab in (1, 656, 151936):
         backend.choose(np.zeros(vocab, np.float32), vocab, state(8, 16), 1)
     backend.advance(state(8, 16), 3)
+    backend.add(np.zeros((3, 300), np.float32), np.zeros((3, 300), np.float32))
+
+
+def run_vision(backend: Any) -> None:
+    from kestrel_cuda.backends.cuda_vision import HEAD_DIMS
+
+    h, m = np.zeros((40, 64), np.float32), 40
+    for kind in (np.float32, BFLOAT16):
+        x = np.zeros((m, 64), kind)
+        backend.put_pixels(x, h)
+        norm = Affine(np.zeros(64, np.float32), np.zeros(64, np.float32))
+        backend.layer_norm(h, norm, x)
+        for after in After:
+            out = np.zeros((m, 72), np.float32 if after is After.ADD else kind)
+            backend.affine(x, Affine(np.zeros((72, 64), kind), np.zeros(72, np.float32)), out, after)
+        for head_dim in HEAD_DIMS:
+            config = VisionConfig(1, 2 * head_dim, 2, 64, 64, 3, 16, 2, 2, 3, (), 10000.0)
+            places = frame_places(config, 4, 10)
+            backend.attend_patches(np.zeros((80, 6 * head_dim), kind), 2, places, np.zeros((80, 2 * head_dim), kind))
+    backend.add_patch_positions(h, np.zeros((9, 64), np.float32), places)
 
 
 def run_packer(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +369,7 @@ def launched(cuda: Any) -> FakeLibrary:
         run_attention(backend, cuda_attention.HEAD_DIMS)
         run_whole_token(backend, monkeypatch)
         run_the_rest(backend)
+        run_vision(backend)
         run_packer(backend, monkeypatch)
         backend.read_rate_gb_per_s(1 << 20)
     return kernels
@@ -395,6 +434,7 @@ def test_kernels_that_start_early_wait(launched: FakeLibrary) -> None:
 
 def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> None:
     """Computed anew from the sources' constants, layout by layout."""
+    from kestrel_cuda.backends import cuda_token, cuda_vision
     from kestrel_cuda.backends.cuda_attention import HEAD_DIMS
 
     asked: dict[str, set[int]] = {}
@@ -445,7 +485,13 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert asked[f"attend_row_f16_{d}"] == whole
         assert asked[f"attend_tiled_f16_{d}"] == {struct_bytes("attention_many", "ManyRows", d)}
 
-    from kestrel_cuda.backends import cuda_token
+    c = constants("vision_attention")
+    for d in cuda_vision.HEAD_DIMS:
+        # Keys and values by stages; rows of whole mma steps, and a chunk more.
+        row_bytes = (-(-d // 16) * 2 + 1) * 16
+        tiles_bytes = 2 * c["kStages"] * (32 if d in (72, 80) else 64) * row_bytes
+        assert asked[f"attend_patches_{d}"] == {tiles_bytes}
+        assert cuda_vision.attention_queries(d) * row_bytes <= tiles_bytes, "queries are laid over them first"
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
         is_last = 4  # not an array

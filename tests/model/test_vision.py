@@ -17,12 +17,21 @@ import pytest
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends import cpu_vision
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.vision import BFLOAT16, Affine
 from kestrel_cuda.checkpoint.names import BlockPart
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.config import Grid, VisionConfig
 from kestrel_cuda.errors import CheckpointError, InternalError
-from kestrel_cuda.model.vision import HostTower, VisionFeatures, encode_all
-from kestrel_cuda.model.vision_weights import Affine, TowerWeights, read_tower
+from kestrel_cuda.model import vision
+from kestrel_cuda.model.vision import (
+    VisionFeatures,
+    encode_all,
+    feature_bytes,
+    rows_at_once,
+    tower_work_bytes,
+)
+from kestrel_cuda.model.vision_weights import TowerWeights, read_tower, tower_weight_bytes
 from scripts.make_tiny_model import make_t0
 from tests.checkpoints import copy, read_tensors, write_tensors
 from tests.compare import assert_close
@@ -30,34 +39,51 @@ from tests.goldens import ORACLE, checkpoint, golden, golden_names, pixels_and_g
 
 GOLDENS = golden_names("img", "vid")
 FEATURES = 1e-4
+TowerObserver = Callable[[str, NDArray[np.float32]], None]
 Rows = NDArray[np.float32]
 Tower = tuple[VisionConfig, TowerWeights]
 
 
-def read(folder: Path) -> Tower:
+def read(folder: Path, backend: Backend, dtype: Any = np.float32) -> Tower:
     opened = open_checkpoint(folder)
     assert opened.config.vision is not None
-    return opened.config.vision, read_tower(opened, opened.config.vision)
+    return opened.config.vision, read_tower(opened, opened.config.vision, backend, dtype)
 
 
 @pytest.fixture(scope="module")
-def tower() -> Callable[[str], Tower]:
-    """Configuration and weights of a reference checkpoint, read once."""
-    held: dict[Path, Tower] = {}
-
-    def get(name: str) -> Tower:
-        folder = checkpoint(name)
-        if folder not in held:
-            held[folder] = read(folder)
-        return held[folder]
-
-    return get
+def t0_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tower has the released position table's size."""
+    return make_t0(tmp_path_factory.mktemp("t0") / "model")
 
 
-@pytest.fixture(scope="module")
-def t0(tmp_path_factory: pytest.TempPathFactory) -> Tower:
-    """A tower with the released position table's size."""
-    return read(make_t0(tmp_path_factory.mktemp("t0") / "model"))
+@pytest.fixture
+def t0(t0_folder: Path, backend: Backend) -> Tower:
+    return read(t0_folder, backend)
+
+
+def encode(
+    backend: Backend, tower: Tower, pixels_mk: Rows, grids: list[Grid], observe: TowerObserver | None = None
+) -> VisionFeatures:
+    """Features on the host, the tower's memory given back."""
+    before = backend.memory().allocated_bytes
+    features = encode_all(backend, *tower, pixels_mk, grids, observe)
+    found = VisionFeatures(
+        backend.to_host(features.tokens_mn), tuple(backend.to_host(level) for level in features.deepstack_mn)
+    )
+    for array in features.arrays():
+        backend.free(array)
+    assert backend.memory().allocated_bytes == before
+    return found
+
+
+def free(backend: Backend, weights: TowerWeights) -> None:
+    for array in weights.arrays():
+        backend.free(array)
+
+
+def changed_affine(backend: Backend, affine: Affine, **parts: Rows) -> Affine:
+    """With other weights or biases, which stay until the backend closes."""
+    return replace(affine, **{name: backend.to_device(np.ascontiguousarray(part)) for name, part in parts.items()})
 
 
 def random_pixels(config: VisionConfig, grid: Grid, seed: int = 0) -> Rows:
@@ -72,22 +98,25 @@ def assert_same(first: VisionFeatures, second: VisionFeatures) -> None:
         assert np.array_equal(level, other)
 
 
-def part(features: VisionFeatures, rows: slice) -> VisionFeatures:
-    return VisionFeatures(features.tokens_mn[rows], tuple(level[rows] for level in features.deepstack_mn))
-
-
 def test_all_picture_goldens_are_here() -> None:
     assert len(GOLDENS) == 14
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_features_are_the_goldens(tower: Callable[[str], Tower], name: str) -> None:
+def test_features_are_the_goldens(backend: Backend, name: str) -> None:
     arrays, _ = golden(name)
-    config, weights = tower(name)
+    config, weights = read(checkpoint(name), backend)
     kind = "video" if "video_grid_thw" in arrays else "image"
     seen: dict[str, list[Rows]] = {}
-    host = HostTower(config, weights, lambda what, rows_mk: seen.setdefault(what, []).append(rows_mk))
-    features = encode_all(host, *pixels_and_grids(arrays, kind))
+    pixels_mk, grids = pixels_and_grids(arrays, kind)
+    features = encode(
+        backend,
+        (config, weights),
+        pixels_mk,
+        grids,
+        lambda what, rows_mk: seen.setdefault(what, []).append(rows_mk),
+    )
+    free(backend, weights)
 
     for what, key in {
         "block in": "block_in",
@@ -102,65 +131,138 @@ def test_features_are_the_goldens(tower: Callable[[str], Tower], name: str) -> N
     assert features.tokens_mn.dtype == np.float32
 
 
-def test_case_d24_two_images_are_each_as_alone(t0: Tower) -> None:
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [name for name in GOLDENS if "untied" not in name])
+def test_features_in_bfloat16_are_near_the_goldens(cuda_backend: Backend, name: str) -> None:
+    """Eight bits of a significand, over a few blocks."""
+    arrays, _ = golden(name)
+    config, weights = read(checkpoint(name), cuda_backend, BFLOAT16)
+    assert cuda_backend.patch_dtype(config) == BFLOAT16
+    kind = "video" if "video_grid_thw" in arrays else "image"
+    features = encode(cuda_backend, (config, weights), *pixels_and_grids(arrays, kind))
+    free(cuda_backend, weights)
+    assert_close(features.tokens_mn, arrays[f"{kind}_embeds"], max_nmse=4e-4, what=f"{name} embeds")
+    for level, rows_mn in enumerate(features.deepstack_mn):
+        assert_close(rows_mn, arrays[f"{kind}_deepstack_{level}"], max_nmse=4e-4, what=f"{name} level {level}")
+
+
+@pytest.mark.cuda
+def test_sizes_that_rows_of_16_bytes_do_not_fit_stay_float32(cuda_backend: Backend) -> None:
+    vision = open_checkpoint(ORACLE / "checkpoints/tiny-dense-untied-sharded").config.vision
+    assert vision is not None
+    assert vision.intermediate_size == 100
+    assert cuda_backend.patch_dtype(vision) == np.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_memory_is_what_is_said_before(backend: Backend, t0_folder: Path, dtype: Any) -> None:
+    """Weights, buffers and features; the peak of an encode is their sum."""
+    if backend.name == "cpu" and dtype == BFLOAT16:
+        pytest.skip("the CPU has float32 alone")
+    start = backend.memory().allocated_bytes
+    config, weights = read(t0_folder, backend, dtype)
+    assert backend.memory().allocated_bytes - start == tower_weight_bytes(config, dtype)
+    backend.reset_peak()
+    before = backend.memory().allocated_bytes
+    grids: list[Grid] = [(1, 10, 12), (3, 4, 6)]
+    pixels_mk = np.concatenate([random_pixels(config, grid) for grid in grids])
+    encode(backend, (config, weights), pixels_mk, grids)
+    said = tower_work_bytes(config, grids, dtype) + feature_bytes(config, grids)
+    assert 0.98 * said < backend.memory().peak_allocated_bytes - before <= said
+    free(backend, weights)
+
+
+def test_frames_go_through_together_as_far_as_a_pass_holds() -> None:
+    assert rows_at_once([(1, 256, 256)]) == 65536
+    assert rows_at_once([(100, 10, 20)]) == 40 * 200
+    assert rows_at_once([(3, 10, 20), (1, 30, 30)]) == 900
+
+
+def test_frames_in_several_goes_are_as_in_one(backend: Backend, t0: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit on the GPU, where a row's sums do not depend on how many rows there are."""
+    grid: Grid = (5, 4, 6)
+    pixels_mk = random_pixels(t0[0], grid)
+    together = encode(backend, t0, pixels_mk, [grid])
+    monkeypatch.setattr(vision, "PASS_ROWS", 50)
+    apart = encode(backend, t0, pixels_mk, [grid])
+    free(backend, t0[1])
+    if backend.name == "cpu":
+        assert_close(apart.tokens_mn, together.tokens_mn, max_abs=FEATURES)
+    else:
+        assert_same(apart, together)
+
+
+def test_case_d24_two_images_are_each_as_alone(backend: Backend, t0: Tower) -> None:
     """To the bit, in either order."""
     config, weights = t0
-    host = HostTower(config, weights)
     small, large = (1, 4, 6), (1, 10, 8)
     pixels = {grid: random_pixels(config, grid) for grid in (small, large)}
-    alone = {grid: host.encode(pixels[grid], grid) for grid in (small, large)}
+    alone = {grid: encode(backend, t0, pixels[grid], [grid]) for grid in (small, large)}
     for first, second in ((small, large), (large, small)):
-        both = encode_all(host, np.concatenate([pixels[first], pixels[second]]), [first, second])
-        num_first = config.num_tokens(first)
-        assert len(both.tokens_mn) == num_first + config.num_tokens(second)
-        assert_same(part(both, slice(num_first)), alone[first])
-        assert_same(part(both, slice(num_first, None)), alone[second])
+        both = encode(backend, t0, np.concatenate([pixels[first], pixels[second]]), [first, second])
+        num_first, num_all = config.num_tokens(first), len(both.tokens_mn)
+        assert num_all == num_first + config.num_tokens(second)
+        assert_same(both.rows(0, num_first), alone[first])
+        assert_same(both.rows(num_first, num_all), alone[second])
+    free(backend, weights)
 
 
-def test_frame_pairs_of_a_video_do_not_see_one_another(t0: Tower) -> None:
-    config, weights = t0
-    host = HostTower(config, weights)
-    pixels_mk = random_pixels(config, (3, 4, 6))
-    video = host.encode(pixels_mk, (3, 4, 6))
+def test_frame_pairs_of_a_video_do_not_see_one_another(backend: Backend, t0: Tower) -> None:
+    pixels_mk = random_pixels(t0[0], (3, 4, 6))
+    video = encode(backend, t0, pixels_mk, [(3, 4, 6)])
     for frame in range(3):
-        alone = host.encode(pixels_mk[24 * frame : 24 * (frame + 1)], (1, 4, 6))
-        assert_same(part(video, slice(6 * frame, 6 * (frame + 1))), alone)
+        alone = encode(backend, t0, pixels_mk[24 * frame : 24 * (frame + 1)], [(1, 4, 6)])
+        found = video.rows(6 * frame, 6 * (frame + 1))
+        for one, other in zip(found.arrays(), alone.arrays(), strict=True):
+            # The CPU's products round differently in batches of another size.
+            assert_close(one, other, max_abs=1e-5 if backend.name == "cpu" else 0.0)
+    free(backend, t0[1])
 
 
-def test_case_d31_patch_embedding_has_both_slices_and_a_bias(t0: Tower) -> None:
+def test_case_d31_patch_embedding_has_both_slices_and_a_bias(backend: Backend, t0: Tower) -> None:
     """A picture's frame is there twice; where the second slice of the kernel undoes the first, the bias is left."""
     config, weights = t0
     bias_n = np.linspace(-3, 3, config.hidden_size, dtype=np.float32)
-    kernel = weights.patch_embed.weight.reshape(config.hidden_size, 3, 2, 16, 16).copy()
+    kernel = backend.to_host(weights.patch_embed.weight).reshape(config.hidden_size, 3, 2, 16, 16).copy()
     kernel[:, :, 1] = -kernel[:, :, 0]
-    embed = Affine(kernel.reshape(config.hidden_size, -1), bias_n)
-    changed = replace(weights, patch_embed=embed, positions_mn=np.zeros_like(weights.positions_mn))
+    embed = changed_affine(backend, weights.patch_embed, weight=kernel.reshape(config.hidden_size, -1), bias=bias_n)
+    changed = replace(weights, patch_embed=embed, positions_pn=backend.zeros(weights.positions_pn.shape, np.float32))
     frame = np.random.default_rng(0).uniform(-1, 1, (16, 3, 1, 16, 16)).astype(np.float32)
     seen: dict[str, Rows] = {}
-    HostTower(config, changed, seen.__setitem__).encode(frame.repeat(2, axis=2).reshape(16, -1), (1, 4, 4))
+    twice = frame.repeat(2, axis=2).reshape(16, -1)
+    encode(backend, (config, changed), twice, [(1, 4, 4)], seen.__setitem__)
     assert_close(seen["block in"], np.tile(bias_n, (16, 1)), max_abs=1e-4)
-    frame = np.concatenate([frame, np.zeros_like(frame)], axis=2)
-    HostTower(config, changed, seen.__setitem__).encode(frame.reshape(16, -1), (1, 4, 4))
+    once = np.concatenate([frame, np.zeros_like(frame)], axis=2).reshape(16, -1)
+    encode(backend, (config, changed), once, [(1, 4, 4)], seen.__setitem__)
     assert np.abs(seen["block in"] - bias_n).max() > 0.1
 
 
 @pytest.mark.parametrize("blocks", [(0, 1, 3), (2, 1, 0), (1,), ()])
-def test_case_d32_deepstack_after_a_block_counted_from_0(t0: Tower, blocks: tuple[int, ...]) -> None:
+def test_case_d32_deepstack_after_a_block_counted_from_0(backend: Backend, t0: Tower, blocks: tuple[int, ...]) -> None:
     """In the order of the blocks; the merger is the one that the block has in the list."""
     config, weights = t0
     changed = replace(weights, deepstack=tuple(weights.deepstack[i] for i in range(len(blocks))))
     pixels_mk, grid = random_pixels(config, (1, 4, 6)), (1, 4, 6)
     seen: dict[str, Rows] = {}
-    host = HostTower(replace(config, deepstack_blocks=blocks), changed, seen.__setitem__)
-    found = host.encode(pixels_mk, grid).deepstack_mn
+    of_blocks = replace(config, deepstack_blocks=blocks)
+    found = encode(backend, (of_blocks, changed), pixels_mk, [grid], seen.__setitem__).deepstack_mn
     assert len(found) == len(blocks)
+
+    def parts(affine: Affine) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return backend.to_host(affine.weight).astype(np.float64), backend.to_host(affine.bias).astype(np.float64)
+
     for level_mn, block in zip(found, sorted(blocks), strict=True):
         merger = changed.deepstack[blocks.index(block)]
         x = seen[f"block {block}"].astype(np.float64).reshape(6, -1)
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-        x = (x * merger.norm.weight + merger.norm.bias) @ merger.fc1.weight.T.astype(np.float64) + merger.fc1.bias
+        weight, bias = parts(merger.norm)
+        x = x * weight + bias
+        weight, bias = parts(merger.fc1)
+        x = x @ weight.T + bias
         x = x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))) / 2
-        assert_close(level_mn, x @ merger.fc2.weight.T.astype(np.float64) + merger.fc2.bias, max_abs=FEATURES)
+        weight, bias = parts(merger.fc2)
+        assert_close(level_mn, x @ weight.T + bias, max_abs=FEATURES)
+    free(backend, weights)
 
 
 def test_attention_in_blocks_is_attention() -> None:
@@ -201,38 +303,40 @@ def test_activations_against_float64() -> None:
     assert np.abs(exact - tanh).max() > 1e-4, "the two can be told apart"
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_named(cpu_backend: Backend, tmp_path: Path) -> None:
     folder = copy(ORACLE / "checkpoints/tiny-28L", tmp_path / "model")
     tensors = read_tensors(folder)
     name = "model.visual.deepstack_merger_list.1.norm.bias"
     tensors[name] = tensors[name]._replace(data=np.full(tensors[name].shape, np.nan, np.float32).tobytes())
     write_tensors(folder, tensors)
     with pytest.raises(CheckpointError, match=name):
-        read(folder)
+        read(folder, cpu_backend)
 
 
 @pytest.mark.parametrize("grid", [(1, 4, 6), (1, 3, 8), (2, 4, 4), (0, 4, 6)])
-def test_pixels_of_another_grid_are_our_own_mistake(t0: Tower, grid: Any) -> None:
-    config, weights = t0
-    host = HostTower(config, weights)
-    pixels_mk = random_pixels(config, (1, 4, 4)) if grid != (1, 3, 8) else random_pixels(config, (1, 4, 6))
+def test_pixels_of_another_grid_are_our_own_mistake(cpu_backend: Backend, t0_folder: Path, grid: Any) -> None:
+    tower = read(t0_folder, cpu_backend)
+    num_rows = 24 if grid == (1, 3, 8) else 16
+    pixels_mk = random_pixels(tower[0], (1, 1, num_rows))
     with pytest.raises(InternalError, match="are not those of grid"):
-        host.encode(pixels_mk, grid)
+        encode_all(cpu_backend, *tower, pixels_mk, [grid])
     with pytest.raises(InternalError, match="are not those of grids"):
-        encode_all(host, pixels_mk, [grid, grid])
+        encode_all(cpu_backend, *tower, pixels_mk, [grid, grid])
 
 
-def test_each_part_of_a_block_is_read(t0: Tower) -> None:
+def test_each_part_of_a_block_is_read(backend: Backend, t0: Tower) -> None:
     """A part that were left out would leave the features as they are."""
     config, weights = t0
     pixels_mk, grid = random_pixels(config, (1, 4, 4)), (1, 4, 4)
-    before = HostTower(config, weights).encode(pixels_mk, grid).tokens_mn
+    before = encode(backend, t0, pixels_mk, [grid]).tokens_mn
     for block in range(config.depth):
         for name in BlockPart:
             for field in ("weight", "bias"):
                 affine = weights.blocks[block][name]
-                shaken = replace(affine, **{field: getattr(affine, field)[::-1]})
+                reversed_part = backend.to_host(getattr(affine, field))[::-1]
+                shaken = changed_affine(backend, affine, **{field: reversed_part})
                 blocks = list(weights.blocks)
                 blocks[block] = blocks[block] | {name: shaken}
-                changed = HostTower(config, replace(weights, blocks=tuple(blocks))).encode(pixels_mk, grid)
-                assert not np.array_equal(changed.tokens_mn, before), f"block {block} {name} {field}"
+                changed = replace(weights, blocks=tuple(blocks))
+                found = encode(backend, (config, changed), pixels_mk, [grid]).tokens_mn
+                assert not np.array_equal(found, before), f"block {block} {name} {field}"

@@ -93,7 +93,9 @@ def test_text_after_pictures_is_as_before(shared: Load) -> None:
     ids = [5, 6, 7, 8]
     before = generate(engine, ids, 8)
     held = engine.backend.memory().allocated_bytes if engine.backend else 0
-    pictured = generate(engine, arrays["input_ids"].tolist(), 8, encoded=encoded(engine, arrays))
+    pictures = encoded(engine, arrays)
+    pictured = generate(engine, arrays["input_ids"].tolist(), 8, encoded=pictures)
+    pictures.free()
     after = generate(engine, ids, 8)
     assert after.digest == before.digest != pictured.digest
     assert engine.backend is not None

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kestrel_cuda.backends.cpu_vision import learned_positions, patch_angles
 from kestrel_cuda.config import VisionConfig
-from kestrel_cuda.model.patch_positions import learned_positions, patch_places, patch_rotation
+from kestrel_cuda.model.patch_positions import frame_places, patch_places
 from tests.compare import assert_close
 
 RELEASED = VisionConfig(
@@ -77,7 +78,7 @@ def test_other_merge_sizes() -> None:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_learned_positions_are_bilinear_with_corners_aligned(grid: tuple[int, int], side: int) -> None:
     table = np.random.default_rng(side).standard_normal((side * side, 3)).astype(np.float32)
-    found = learned_positions(replace(RELEASED, position_side=side), table, *grid)
+    found = learned_positions(table, frame_places(replace(RELEASED, position_side=side), *grid))
     assert found.dtype == np.float32
     exact = exact_positions(table.astype(np.float64), side, *grid)
     # A place has 24 bits, of which the 6 above the point are not left for the share: 2^-19 of a step of the table.
@@ -86,7 +87,7 @@ def test_learned_positions_are_bilinear_with_corners_aligned(grid: tuple[int, in
 
 def test_a_grid_of_the_tables_size_takes_its_entries() -> None:
     table = np.random.default_rng(0).standard_normal((64, 5)).astype(np.float32)
-    found = learned_positions(replace(RELEASED, position_side=8), table, 8, 8)
+    found = learned_positions(table, frame_places(replace(RELEASED, position_side=8), 8, 8))
     assert np.array_equal(found, table.reshape(8, 8, 5)[tuple(np.array(places(8, 8)).T)])
 
 
@@ -94,7 +95,7 @@ def test_case_d28_interpolation_of_the_position_table() -> None:
     """Entry (r, c) holds r and c, so that what comes out is where it was taken from."""
     rows, columns = np.indices((48, 48)).reshape(2, -1).astype(np.float32)
     table = np.stack([rows, columns, np.zeros_like(rows)], axis=1)
-    found = dict(zip(places(16, 44), learned_positions(RELEASED, table, 16, 44), strict=True))
+    found = dict(zip(places(16, 44), learned_positions(table, frame_places(RELEASED, 16, 44)), strict=True))
     assert found[0, 0].tolist() == [0, 0, 0]
     assert found[15, 43].tolist() == [47, 47, 0]
     assert_close(found[0, 1], [0, 47 / 43, 0], max_abs=1e-6)
@@ -107,7 +108,7 @@ def test_case_d28_interpolation_of_the_position_table() -> None:
 @pytest.mark.parametrize("hidden_size", [1024, 1152])
 def test_rotation_is_by_row_then_by_column(grid: tuple[int, int], hidden_size: int) -> None:
     config = replace(RELEASED, hidden_size=hidden_size)
-    cos, sin = patch_rotation(config, *grid)
+    cos, sin = patch_angles(frame_places(config, *grid))
     assert cos.dtype == sin.dtype == np.float32
     num = config.head_dim // 4
     inverse = 10000.0 ** (-2 * np.arange(num) / (config.head_dim // 2))
@@ -118,5 +119,5 @@ def test_rotation_is_by_row_then_by_column(grid: tuple[int, int], hidden_size: i
 
 
 def test_rotation_base_is_the_checkpoints() -> None:
-    cos, _ = patch_rotation(replace(RELEASED, rope_theta=100.0), 4, 4)
+    cos, _ = patch_angles(frame_places(replace(RELEASED, rope_theta=100.0), 4, 4))
     assert cos[2, 1] == pytest.approx(np.cos(100 ** (-2 / 36)), abs=1e-6)

@@ -13,20 +13,20 @@ from kestrel_cuda.model.prompt_positions import VisualSpan, continued, prompt_po
 from kestrel_cuda.model.rope import rotation_table, text_positions
 from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.vision import VisionFeatures
-from kestrel_cuda.model.visual_rows import PlacedVisuals
+from kestrel_cuda.model.visual_rows import EncodedVisuals, visual_rows
 
 SPANS = (VisualSpan(2, 2, 3), VisualSpan(8, 1, 2), VisualSpan(13, 2, 2))
 NUM_TOKENS = 18
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 17, 18, 100])
-def test_every_feature_lands_once_on_its_row(cpu_backend: Backend, chunk: int) -> None:
-    features = np.arange(12, dtype=np.float32)[:, None]
-    placed = PlacedVisuals(cpu_backend, VisionFeatures(features, (features + 100, features + 200)), SPANS)
+def test_every_feature_lands_once_on_its_row(chunk: int) -> None:
+    rows_mn = np.arange(12, dtype=np.float32)[:, None]
+    features = VisionFeatures(rows_mn, (rows_mn + 100, rows_mn + 200))
     found = np.full((3, NUM_TOKENS), -1.0)
     for first in range(0, NUM_TOKENS, chunk):
         num_rows = min(chunk, NUM_TOKENS - first)
-        for visual in placed.rows(first, num_rows):
+        for visual in visual_rows(features, SPANS, first, num_rows):
             assert 0 <= visual.rows.start < visual.rows.stop <= num_rows
             for level, rows_mk in enumerate((visual.tokens_mk, *visual.deepstack_mk)):
                 found[level, first:][visual.rows] = rows_mk[:, 0]
@@ -39,10 +39,11 @@ def test_every_feature_lands_once_on_its_row(cpu_backend: Backend, chunk: int) -
 
 def test_features_are_given_back(cpu_backend: Backend) -> None:
     before = cpu_backend.memory().allocated_bytes
-    features = np.zeros((12, 4), np.float32)
-    placed = PlacedVisuals(cpu_backend, VisionFeatures(features, (features,)), SPANS)
-    assert cpu_backend.memory().allocated_bytes == before + 2 * features.nbytes
-    placed.free()
+    rows_mn = [cpu_backend.zeros((12, 4), np.float32) for _ in range(2)]
+    encoded = EncodedVisuals(cpu_backend, [], VisionFeatures(rows_mn[0], (rows_mn[1],)))
+    assert cpu_backend.memory().allocated_bytes == before + encoded.num_bytes == before + 2 * 12 * 4 * 4
+    encoded.free()
+    assert encoded.num_bytes == 0
     assert cpu_backend.memory().allocated_bytes == before
 
 

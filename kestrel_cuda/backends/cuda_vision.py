@@ -1,0 +1,114 @@
+"""The steps of the vision tower as kernel launches. Compared with backends/cpu_vision.py, their definition.
+
+bfloat16 rows on tensor cores where the tower's sizes let rows be read 16 bytes at a time, which those of every release
+do; otherwise, and where exact features are asked for, float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from kestrel_cuda.backends.cuda_device import CudaDevice
+from kestrel_cuda.backends.vision import BFLOAT16, Affine, After, PatchPlaces
+from kestrel_cuda.config import VisionConfig
+from kestrel_cuda.errors import DeviceError
+
+# Sizes shared with kernels/vision*.cu; tests/kernels/test_signatures.py reads them out of the sources.
+ROW_WARPS = 8
+VALUE_THREADS = 256
+TILE_M, TILE_N, TILE_THREADS = 128, 128, 128
+FLOAT_TILE, FLOAT_THREADS = 64, 256
+ATTENTION_WARPS, ATTENTION_STAGES, CHUNK = 4, 2, 8
+FLOAT_QUERIES, FLOAT_HEAD_DIM = 16, 128
+
+HEAD_DIMS = (16, 32, 64, 72, 80, 128)
+"""Of the tensor cores' attention."""
+
+
+class VisionKernels(CudaDevice):
+    """`VisionSteps` on one GPU."""
+
+    def patch_dtype(self, vision: VisionConfig) -> DTypeLike:
+        sizes = (vision.hidden_size, vision.intermediate_size, vision.out_hidden_size, vision.patch_inputs)
+        served = vision.head_dim in HEAD_DIMS and all(size % CHUNK == 0 for size in sizes)
+        return BFLOAT16 if served else np.dtype(np.float32)
+
+    def put_pixels(self, x_mk: Any, pixels_mk: Any) -> None:
+        if x_mk.dtype == np.float32:
+            self.copy(x_mk, pixels_mk)
+            return
+        grid = (-(-pixels_mk.size // VALUE_THREADS),)
+        self.kernels["round_to_bf16"](grid, (VALUE_THREADS,), x=pixels_mk, y=x_mk, count=pixels_mk.size)
+
+    def affine(self, x_mk: Any, weights: Affine, out_mn: Any, after: After = After.NOTHING) -> None:
+        (m, k), n = x_mk.shape, weights.weight.shape[0]
+        common = {"x_mk": x_mk, "w_nk": weights.weight, "bias_n": weights.bias, "out_mn": out_mn,
+                  "m": m, "n": n, "k": k, "after": int(after)}  # fmt: skip
+        if x_mk.dtype == np.float32:
+            grid = (-(-n // FLOAT_TILE), -(-m // FLOAT_TILE))
+            self.kernels["affine_f32"](grid, (FLOAT_THREADS,), **common)
+            return
+        grid = (-(-n // TILE_N), -(-m // TILE_M))
+        out_is_float = int(out_mn.dtype == np.float32)
+        self.kernels["affine_bf16"](grid, (TILE_THREADS,), out_is_float=out_is_float, **common)
+
+    def layer_norm(self, h_mk: Any, weights: Affine, out_mk: Any) -> None:
+        m, k = h_mk.shape
+        self.kernels[f"layer_norm_{_kind(out_mk)}"](
+            (-(-m // ROW_WARPS),), (32 * ROW_WARPS,), x_mk=h_mk, weight_k=weights.weight, bias_k=weights.bias,
+            y_mk=out_mk, m=m, k=k,
+        )  # fmt: skip
+
+    def add_patch_positions(self, h_mn: Any, table_pn: Any, places: PatchPlaces) -> None:
+        m, n = h_mn.shape
+        self.kernels["add_patch_positions"](
+            (-(-n // VALUE_THREADS), m), (VALUE_THREADS,), h_mn=h_mn, table_pn=table_pn, places_m2=places.places_m2,
+            row_taps_p2=places.row_taps_p2, row_shares_p=places.row_shares_p, column_taps_p2=places.column_taps_p2,
+            column_shares_p=places.column_shares_p, frame_rows=places.places_m2.shape[0],
+            side=math.isqrt(table_pn.shape[0]), n=n,
+        )  # fmt: skip
+
+    def attend_patches(self, qkv_mn: Any, num_heads: int, places: PatchPlaces, out_mn: Any) -> None:
+        m, frame_rows = qkv_mn.shape[0], places.places_m2.shape[0]
+        head_dim = out_mn.shape[1] // num_heads
+        self.kernels[f"rotate_patches_{_kind(qkv_mn)}"](
+            (-(-num_heads * head_dim // VALUE_THREADS), m), (VALUE_THREADS,), qkv_mn=qkv_mn,
+            places_m2=places.places_m2, cos_pd=places.cos_pd, sin_pd=places.sin_pd, frame_rows=frame_rows,
+            num_heads=num_heads, head_dim=head_dim,
+        )  # fmt: skip
+        scale_log2 = head_dim**-0.5 * math.log2(math.e)
+        common = {"qkv_mn": qkv_mn, "out_mn": out_mn, "frame_rows": frame_rows, "num_heads": num_heads,
+                  "scale_log2": scale_log2}  # fmt: skip
+        block, num_frames = (32 * ATTENTION_WARPS,), m // frame_rows
+        if qkv_mn.dtype == np.float32:
+            if head_dim > FLOAT_HEAD_DIM:
+                raise DeviceError(
+                    f"the vision tower has heads of {head_dim} channels; at most {FLOAT_HEAD_DIM} are taken on a GPU: "
+                    "use --backend cpu"
+                )
+            grid = (-(-frame_rows // FLOAT_QUERIES), num_heads, num_frames)
+            self.kernels["attend_patches_f32"](grid, block, head_dim=head_dim, **common)
+            return
+        grid = (-(-frame_rows // attention_queries(head_dim)), num_heads, num_frames)
+        shared_bytes = attention_bytes(head_dim)
+        self.kernels[f"attend_patches_{head_dim}"](grid, block, shared_bytes=shared_bytes, **common)
+
+
+def attention_queries(head_dim: int) -> int:
+    """Queries of a block: kernels/vision_attention.cu's `kQueries`."""
+    return ATTENTION_WARPS * 16 * (2 if head_dim <= 80 else 1)
+
+
+def attention_bytes(head_dim: int) -> int:
+    """Keys and values of two steps: kernels/vision_attention.cu's `Tiles`."""
+    keys = 32 if head_dim in (72, 80) else 64
+    row_chunks = -(-head_dim // 16) * 2 + 1
+    return 2 * ATTENTION_STAGES * keys * row_chunks * CHUNK * 2
+
+
+def _kind(array: Any) -> str:
+    return "f32" if array.dtype == np.float32 else "bf16"

@@ -1,0 +1,91 @@
+"""Pictures to features on a backend: brings the vision tower there, checks that there is room, and lets it go again."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.config import Grid
+from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.model.prompt_positions import Visual
+from kestrel_cuda.model.vision import encode_all, feature_bytes, tower_work_bytes
+from kestrel_cuda.model.vision_weights import TowerWeights, read_tower, tower_weight_bytes
+from kestrel_cuda.model.visual_rows import EncodedVisuals
+from kestrel_cuda.sizes import format_size
+
+
+class VisualEncoder:
+    """Encodes for one checkpoint. With `keeps_tower` the weights stay on the device for the next pictures.
+
+    `exact` asks for float32 where a backend would take bfloat16.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, exact: bool, keeps_tower: bool) -> None:
+        vision = checkpoint.config.vision
+        assert vision is not None
+        self._checkpoint, self._vision = checkpoint, vision
+        self._exact, self._keeps_tower = exact, keeps_tower
+        self._weights: TowerWeights | None = None
+        self._encoded: list[EncodedVisuals] = []
+        self.peak_bytes = 0
+
+    def encode(
+        self, backend: Backend, visuals: Sequence[Visual], pixels_mk: NDArray[np.float32], most_bytes: int | None
+    ) -> EncodedVisuals:
+        """Features of `visuals`, whose pixel rows follow one another.
+
+        Raises DeviceError when that would take more than `most_bytes` of the device, CheckpointError for a weight that
+        is not finite.
+        """
+        grids = [visual.grid for visual in visuals]
+        dtype = np.dtype(np.float32) if self._exact else np.dtype(backend.patch_dtype(self._vision))
+        memory = backend.memory()
+        parts = {
+            "the vision tower": 0 if self._weights else tower_weight_bytes(self._vision, dtype),
+            "work buffers": tower_work_bytes(self._vision, grids, dtype),
+            "features": feature_bytes(self._vision, grids),
+        }
+        held_bytes = memory.context_bytes + memory.allocated_bytes
+        needed_bytes = held_bytes + sum(parts.values())
+        if most_bytes is not None and needed_bytes > most_bytes:
+            num_tokens = sum(self._vision.num_tokens(grid) for grid in grids)
+            fitting = self._most_tokens(num_tokens, most_bytes - held_bytes - parts["the vision tower"], dtype)
+            fits = f"--image-tokens {fitting} would fit a single one" if fitting else "no picture fits"
+            sizes = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
+            raise DeviceError(
+                f"encoding pictures of {num_tokens} tokens needs {format_size(needed_bytes)} ({sizes}, "
+                f"{format_size(held_bytes)} in use), more than {format_size(most_bytes)}; {fits}"
+            )
+        self.peak_bytes = max(self.peak_bytes, needed_bytes)
+        weights = self._weights or read_tower(self._checkpoint, self._vision, backend, dtype)
+        features = encode_all(backend, self._vision, weights, pixels_mk, grids)
+        if self._keeps_tower:
+            self._weights = weights
+        else:
+            for array in weights.arrays():
+                backend.free(array)
+        encoded = EncodedVisuals(backend, visuals, features)
+        self._encoded.append(encoded)
+        return encoded
+
+    def _most_tokens(self, below: int, room_bytes: int, dtype: DTypeLike) -> int:
+        """Of a single picture of fewer than `below` tokens, whatever its shape."""
+
+        def needed_bytes(num_tokens: int) -> int:
+            side = self._vision.merge_size
+            grids: list[Grid] = [(1, side, side * num_tokens)]
+            return tower_work_bytes(self._vision, grids, dtype) + feature_bytes(self._vision, grids)
+
+        return bisect_right(range(1, below), room_bytes, key=needed_bytes)
+
+    def held(self) -> list[tuple[str, int]]:
+        """What stays on the device beside the decoder: (what, bytes)."""
+        rows = [("features of pictures", sum(encoded.num_bytes for encoded in self._encoded))]
+        if self._weights is not None:
+            rows.append(("vision tower", tower_weight_bytes(self._vision, self._weights.dtype)))
+        return rows

@@ -1,0 +1,165 @@
+// Linears of the vision tower: y = x w^T + bias, with what follows. Weights are as the checkpoint has them, [n][k].
+//
+// A row's sums run over the inputs in one order, whatever the number of rows. bfloat16: a block has 128 rows x 128
+// columns and goes through the inputs 32 at a time, three stages of shared memory filled by cp.async; a warp has
+// 64 x 64. float32: 64 x 64, a thread has 4 x 4, every product by fma.
+
+#include "common.cuh"
+#include "vision.cuh"
+
+constexpr int kTileM = 128;
+constexpr int kTileN = 128;
+constexpr int kTileK = 32;
+constexpr int kWarpTile = 64;
+constexpr int kWarpsM = kTileM / kWarpTile;
+constexpr int kTileThreads = kWarpsM * (kTileN / kWarpTile) * kWarp;
+constexpr int kStages = 3;
+constexpr int kChunk = 8;                      // values of a copy of 16 bytes
+constexpr int kRowChunks = kTileK / kChunk;
+
+// Where a chunk of a row lies: rows two apart take turns, so that the same chunk of eight rows meets in no bank.
+__device__ inline int place(int row, int chunk) { return row * kTileK + (chunk ^ row / 2 % kRowChunks) * kChunk; }
+
+struct Stage {
+    u16 x[kTileM * kTileK];
+    u16 w[kTileN * kTileK];
+};
+
+__device__ inline void fetch_rows(u16* tile, const u16* from_rk, int first_row, int num_rows, int first_k, int k) {
+    const int chunk = threadIdx.x % kRowChunks, own_row = threadIdx.x / kRowChunks;
+    const int at = first_k + chunk * kChunk;
+    const u16* from = from_rk + (i64)(first_row + own_row) * k + at;
+#pragma unroll
+    for (int more = 0; more < kTileM; more += kTileThreads / kRowChunks) {
+        const bool valid = at < k && first_row + own_row + more < num_rows;
+        copy_async_16(tile + place(own_row + more, chunk), valid ? from + (i64)more * k : from_rk, valid);
+    }
+}
+
+__device__ inline void store_pair(void* out, i64 at, float x, float y, int after, int out_is_float) {
+    if (!out_is_float) {
+        *(u32*)((u16*)out + at) = pack_bf16(finish(x, after), finish(y, after));
+        return;
+    }
+    float2& pair = *(float2*)((float*)out + at);
+    if (after == kAdd) pair = make_float2(add_rn(pair.x, x), add_rn(pair.y, y));
+    else pair = make_float2(finish(x, after), finish(y, after));
+}
+
+// x_mk [m][k], w_nk [n][k] bfloat16, n and k multiples of 8; out_mn [m][n] bfloat16 or float32.
+// Grid: (ceil(n / 128), ceil(m / 128)).
+extern "C" __global__ void __launch_bounds__(kTileThreads, 2)
+affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn, int m, int n, int k, int after,
+            int out_is_float) {
+    __shared__ __align__(128) Stage stages[kStages];
+    const int first_m = blockIdx.y * kTileM, first_n = blockIdx.x * kTileN;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int warp_m = warp % kWarpsM * kWarpTile, warp_n = warp / kWarpsM * kWarpTile;
+    const int num_steps = (k + kTileK - 1) / kTileK;
+
+    const auto fetch = [&](int step) {
+        if (step < num_steps) {
+            Stage& stage = stages[step % kStages];
+            fetch_rows(stage.x, x_mk, first_m, m, step * kTileK, k);
+            fetch_rows(stage.w, w_nk, first_n, n, step * kTileK, k);
+        }
+        asm volatile("cp.async.commit_group;");
+    };
+#pragma unroll
+    for (int step = 0; step < kStages - 1; ++step) fetch(step);
+
+    float acc[kWarpTile / 16][kWarpTile / 8][4];
+#pragma unroll
+    for (int i = 0; i < kWarpTile / 16; ++i)
+#pragma unroll
+        for (int j = 0; j < kWarpTile / 8; ++j) acc[i][j][0] = acc[i][j][1] = acc[i][j][2] = acc[i][j][3] = 0.0f;
+
+    for (int step = 0; step < num_steps; ++step) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
+        __syncthreads();
+        fetch(step + kStages - 1);
+        const Stage& stage = stages[step % kStages];
+#pragma unroll
+        for (int inner = 0; inner < kTileK / 16; ++inner) {
+            u32 x[kWarpTile / 16][4];
+#pragma unroll
+            for (int i = 0; i < kWarpTile / 16; ++i)
+                load_tiles(x[i], stage.x + place(warp_m + i * 16 + lane % 16, inner * 2 + lane / 16));
+#pragma unroll
+            for (int j = 0; j < kWarpTile / 8; j += 2) {
+                u32 w[4];
+                load_tiles(w, stage.w + place(warp_n + j * 8 + lane % 8 + lane / 16 * 8, inner * 2 + lane / 8 % 2));
+#pragma unroll
+                for (int i = 0; i < kWarpTile / 16; ++i) {
+                    mma_bf16(acc[i][j], x[i], w[0], w[1]);
+                    mma_bf16(acc[i][j + 1], x[i], w[2], w[3]);
+                }
+            }
+        }
+    }
+
+    const int quad = lane / 4, pair = lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kWarpTile / 8; ++j) {
+        const int column = first_n + warp_n + j * 8 + pair;
+        if (column >= n) continue;
+        const float2 bias = *(const float2*)(bias_n + column);
+#pragma unroll
+        for (int i = 0; i < kWarpTile / 16; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = first_m + warp_m + i * 16 + h * 8 + quad;
+                if (row >= m) continue;
+                store_pair(out_mn, (i64)row * n + column, add_rn(acc[i][j][2 * h], bias.x),
+                           add_rn(acc[i][j][2 * h + 1], bias.y), after, out_is_float);
+            }
+    }
+}
+
+constexpr int kFloatTile = 64;
+constexpr int kFloatK = 16;
+constexpr int kFloatThreads = 256;
+constexpr int kOwn = 4;
+
+__device__ inline void load_floats(float (*tile)[kFloatTile + 4], const float* from_rk, int first_row, int num_rows,
+                                   int first_k, int k) {
+    for (int at = threadIdx.x; at < kFloatTile * kFloatK; at += kFloatThreads) {
+        const int row = at / kFloatK, i = at % kFloatK;
+        const bool valid = first_row + row < num_rows && first_k + i < k;
+        tile[i][row] = valid ? from_rk[(i64)(first_row + row) * k + first_k + i] : 0.0f;
+    }
+}
+
+// The same in float32 for any n and k. Grid: (ceil(n / 64), ceil(m / 64)).
+extern "C" __global__ void __launch_bounds__(kFloatThreads)
+affine_f32(const float* x_mk, const float* w_nk, const float* bias_n, float* out_mn, int m, int n, int k, int after) {
+    __shared__ __align__(16) float x[kFloatK][kFloatTile + 4], w[kFloatK][kFloatTile + 4];
+    const int first_m = blockIdx.y * kFloatTile, first_n = blockIdx.x * kFloatTile;
+    const int own_m = threadIdx.x / 16 * kOwn, own_n = threadIdx.x % 16 * kOwn;
+    float acc[kOwn][kOwn] = {};
+    for (int first_k = 0; first_k < k; first_k += kFloatK) {
+        __syncthreads();
+        load_floats(x, x_mk, first_m, m, first_k, k);
+        load_floats(w, w_nk, first_n, n, first_k, k);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kFloatK; ++i) {
+            const float4 a4 = *(const float4*)&x[i][own_m], b4 = *(const float4*)&w[i][own_n];
+            const float a[kOwn] = {a4.x, a4.y, a4.z, a4.w}, b[kOwn] = {b4.x, b4.y, b4.z, b4.w};
+#pragma unroll
+            for (int r = 0; r < kOwn; ++r)
+#pragma unroll
+                for (int c = 0; c < kOwn; ++c) acc[r][c] = fma_rn(a[r], b[c], acc[r][c]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r)
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c) {
+            const int row = first_m + own_m + r, column = first_n + own_n + c;
+            if (row >= m || column >= n) continue;
+            float& out = out_mn[(i64)row * n + column];
+            const float y = add_rn(acc[r][c], bias_n[column]);
+            out = after == kAdd ? add_rn(out, y) : finish(y, after);
+        }
+}
