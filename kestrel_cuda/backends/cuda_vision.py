@@ -22,11 +22,11 @@ ROW_WARPS = 8
 VALUE_THREADS = 256
 TILE_M, TILE_N, TILE_THREADS = 128, 128, 128
 FLOAT_TILE, FLOAT_THREADS = 64, 256
-ATTENTION_WARPS, ATTENTION_STAGES, CHUNK = 4, 2, 8
-FLOAT_QUERIES, FLOAT_HEAD_DIM = 16, 128
+ATTENTION_KEYS, ATTENTION_STAGES, CHUNK = 64, 2, 8
+FLOAT_ATTENTION_THREADS, FLOAT_QUERIES, FLOAT_HEAD_DIM = 128, 4, 128
 
-HEAD_DIMS = (16, 32, 64, 72, 80, 128)
-"""Of the tensor cores' attention."""
+ATTENTION_WARPS = {16: 8, 32: 8, 64: 8, 72: 6, 80: 6, 128: 4}
+"""Warps of a block of the tensor cores' attention, each with 16 queries, by head_dim."""
 
 
 class VisionKernels(CudaDevice):
@@ -34,7 +34,7 @@ class VisionKernels(CudaDevice):
 
     def patch_dtype(self, vision: VisionConfig) -> DTypeLike:
         sizes = (vision.hidden_size, vision.intermediate_size, vision.out_hidden_size, vision.patch_inputs)
-        served = vision.head_dim in HEAD_DIMS and all(size % CHUNK == 0 for size in sizes)
+        served = vision.head_dim in ATTENTION_WARPS and all(size % CHUNK == 0 for size in sizes)
         return BFLOAT16 if served else np.dtype(np.float32)
 
     def put_pixels(self, x_mk: Any, pixels_mk: Any) -> None:
@@ -66,7 +66,7 @@ class VisionKernels(CudaDevice):
     def add_patch_positions(self, h_mn: Any, table_pn: Any, places: PatchPlaces) -> None:
         m, n = h_mn.shape
         self.kernels["add_patch_positions"](
-            (-(-n // VALUE_THREADS), m), (VALUE_THREADS,), h_mn=h_mn, table_pn=table_pn, places_m2=places.places_m2,
+            (m, -(-n // VALUE_THREADS)), (VALUE_THREADS,), h_mn=h_mn, table_pn=table_pn, places_m2=places.places_m2,
             row_taps_p2=places.row_taps_p2, row_shares_p=places.row_shares_p, column_taps_p2=places.column_taps_p2,
             column_shares_p=places.column_shares_p, frame_rows=places.places_m2.shape[0],
             side=math.isqrt(table_pn.shape[0]), n=n,
@@ -76,38 +76,33 @@ class VisionKernels(CudaDevice):
         m, frame_rows = qkv_mn.shape[0], places.places_m2.shape[0]
         head_dim = out_mn.shape[1] // num_heads
         self.kernels[f"rotate_patches_{_kind(qkv_mn)}"](
-            (-(-num_heads * head_dim // VALUE_THREADS), m), (VALUE_THREADS,), qkv_mn=qkv_mn,
+            (m, -(-num_heads * head_dim // VALUE_THREADS)), (VALUE_THREADS,), qkv_mn=qkv_mn,
             places_m2=places.places_m2, cos_pd=places.cos_pd, sin_pd=places.sin_pd, frame_rows=frame_rows,
             num_heads=num_heads, head_dim=head_dim,
         )  # fmt: skip
         scale_log2 = head_dim**-0.5 * math.log2(math.e)
         common = {"qkv_mn": qkv_mn, "out_mn": out_mn, "frame_rows": frame_rows, "num_heads": num_heads,
                   "scale_log2": scale_log2}  # fmt: skip
-        block, num_frames = (32 * ATTENTION_WARPS,), m // frame_rows
+        num_frames = m // frame_rows
         if qkv_mn.dtype == np.float32:
             if head_dim > FLOAT_HEAD_DIM:
                 raise DeviceError(
                     f"the vision tower has heads of {head_dim} channels; at most {FLOAT_HEAD_DIM} are taken on a GPU: "
                     "use --backend cpu"
                 )
-            grid = (-(-frame_rows // FLOAT_QUERIES), num_heads, num_frames)
-            self.kernels["attend_patches_f32"](grid, block, head_dim=head_dim, **common)
+            queries = FLOAT_ATTENTION_THREADS // 32 * FLOAT_QUERIES
+            grid = (-(-frame_rows // queries), num_heads, num_frames)
+            self.kernels["attend_patches_f32"](grid, (FLOAT_ATTENTION_THREADS,), head_dim=head_dim, **common)
             return
-        grid = (-(-frame_rows // attention_queries(head_dim)), num_heads, num_frames)
-        shared_bytes = attention_bytes(head_dim)
-        self.kernels[f"attend_patches_{head_dim}"](grid, block, shared_bytes=shared_bytes, **common)
-
-
-def attention_queries(head_dim: int) -> int:
-    """Queries of a block: kernels/vision_attention.cu's `kQueries`."""
-    return ATTENTION_WARPS * 16 * (2 if head_dim <= 80 else 1)
+        warps, shared_bytes = ATTENTION_WARPS[head_dim], attention_bytes(head_dim)
+        grid = (-(-frame_rows // (16 * warps)), num_heads, num_frames)
+        self.kernels[f"attend_patches_{head_dim}"](grid, (32 * warps,), shared_bytes=shared_bytes, **common)
 
 
 def attention_bytes(head_dim: int) -> int:
     """Keys and values of two steps: kernels/vision_attention.cu's `Tiles`."""
-    keys = 32 if head_dim in (72, 80) else 64
     row_chunks = -(-head_dim // 16) * 2 + 1
-    return 2 * ATTENTION_STAGES * keys * row_chunks * CHUNK * 2
+    return 2 * ATTENTION_STAGES * ATTENTION_KEYS * row_chunks * CHUNK * 2
 
 
 def _kind(array: Any) -> str:

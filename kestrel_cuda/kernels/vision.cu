@@ -39,14 +39,14 @@ LAYER_NORM(bf16, u16)
 LAYER_NORM(f32, float)
 
 // h_mn += the table of side x side entries, resampled. Patch m lies at places_m2[m % frame_rows], a row and a column,
-// each between two entries of the table's side: taps_p2 and the share of the second. Grid: (ceil(n / 256), m).
+// each between two entries of the table's side: taps_p2 and the share of the second. Grid: (m, ceil(n / 256)).
 extern "C" __global__ void __launch_bounds__(kValueThreads)
 add_patch_positions(float* h_mn, const float* table_pn, const int* places_m2, const int* row_taps_p2,
                     const float* row_shares_p, const int* column_taps_p2, const float* column_shares_p,
                     int frame_rows, int side, int n) {
-    const int channel = blockIdx.x * kValueThreads + threadIdx.x;
+    const int channel = blockIdx.y * kValueThreads + threadIdx.x;
     if (channel >= n) return;
-    const int row = places_m2[2 * (blockIdx.y % frame_rows)], column = places_m2[2 * (blockIdx.y % frame_rows) + 1];
+    const int row = places_m2[2 * (blockIdx.x % frame_rows)], column = places_m2[2 * (blockIdx.x % frame_rows) + 1];
     const float down = row_shares_p[row], across = column_shares_p[column];
     const float up = sub_rn(1.0f, down), back = sub_rn(1.0f, across);
     const float* top = table_pn + (i64)row_taps_p2[2 * row] * side * n + channel;
@@ -56,22 +56,22 @@ add_patch_positions(float* h_mn, const float* table_pn, const int* places_m2, co
     sum = add_rn(sum, mul_rn(top[right], mul_rn(up, across)));
     sum = add_rn(sum, mul_rn(bottom[left], mul_rn(down, back)));
     sum = add_rn(sum, mul_rn(bottom[right], mul_rn(down, across)));
-    float& h = h_mn[(i64)blockIdx.y * n + channel];
+    float& h = h_mn[(i64)blockIdx.x * n + channel];
     h = add_rn(h, sum);
 }
 
 // Rotate queries and keys where they are: pairs (i, i + head_dim / 2) by the row's angle for the first quarter of the
 // channels, by the column's for the second. A row of qkv has queries, keys and values of all heads, in this order;
-// cos_pd, sin_pd have head_dim / 4 angles a place. Grid: (ceil(heads * head_dim / 256), m).
+// cos_pd, sin_pd have head_dim / 4 angles a place. Grid: (m, ceil(heads * head_dim / 256)).
 template <typename Value>
 __device__ inline void rotate_patches(Value* qkv_mn, const int* places_m2, const float* cos_pd, const float* sin_pd,
                                       int frame_rows, int num_heads, int head_dim) {
-    const int pair = blockIdx.x * kValueThreads + threadIdx.x, half = head_dim / 2, quarter = head_dim / 4;
+    const int pair = blockIdx.y * kValueThreads + threadIdx.x, half = head_dim / 2, quarter = head_dim / 4;
     if (pair >= 2 * num_heads * half) return;
     const int i = pair % half;
-    const int place = places_m2[2 * (blockIdx.y % frame_rows) + i / quarter];
+    const int place = places_m2[2 * (blockIdx.x % frame_rows) + i / quarter];
     const float c = cos_pd[(i64)place * quarter + i % quarter], s = sin_pd[(i64)place * quarter + i % quarter];
-    Value* first = qkv_mn + (i64)blockIdx.y * 3 * num_heads * head_dim + pair / half * head_dim + i;
+    Value* first = qkv_mn + (i64)blockIdx.x * 3 * num_heads * head_dim + pair / half * head_dim + i;
     const float x = load_value(first, 0), y = load_value(first, half);
     store_value(first, 0, sub_rn(mul_rn(x, c), mul_rn(y, s)));
     store_value(first, half, add_rn(mul_rn(y, c), mul_rn(x, s)));

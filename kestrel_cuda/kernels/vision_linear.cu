@@ -36,14 +36,38 @@ __device__ inline void fetch_rows(u16* tile, const u16* from_rk, int first_row, 
     }
 }
 
-__device__ inline void store_pair(void* out, i64 at, float x, float y, int after, int out_is_float) {
+// A warp's outputs on their way out, 32 rows at a time: from the mma's registers to neighbours that are stored together.
+constexpr int kOutRows = 32;
+constexpr int kOutStride = kWarpTile + 8;
+constexpr int kOutValues = 8;                  // of a lane at a time
+constexpr int kOutLanes = kWarpTile / kOutValues;
+
+union Shared {
+    Stage stages[kStages];
+    float out[kTileThreads / kWarp][kOutRows * kOutStride];
+};
+
+// Bias and what follows, for eight neighbouring outputs of a row.
+__device__ inline void store_outputs(void* out, i64 at, const float* sums, const float (&bias)[kOutValues], int after,
+                                     int out_is_float) {
+    float y[kOutValues];
+#pragma unroll
+    for (int i = 0; i < kOutValues; ++i) y[i] = finish(add_rn(sums[i], bias[i]), after);
     if (!out_is_float) {
-        *(u32*)((u16*)out + at) = pack_bf16(finish(x, after), finish(y, after));
+        *(uint4*)((u16*)out + at) =
+            make_uint4(pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3]), pack_bf16(y[4], y[5]), pack_bf16(y[6], y[7]));
         return;
     }
-    float2& pair = *(float2*)((float*)out + at);
-    if (after == kAdd) pair = make_float2(add_rn(pair.x, x), add_rn(pair.y, y));
-    else pair = make_float2(finish(x, after), finish(y, after));
+    float4* to = (float4*)((float*)out + at);
+#pragma unroll
+    for (int i = 0; i < kOutValues / 4; ++i) {
+        const float4 before = after == kAdd ? to[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float4 sum = make_float4(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
+        if (after == kAdd)
+            sum = make_float4(add_rn(before.x, sum.x), add_rn(before.y, sum.y), add_rn(before.z, sum.z),
+                              add_rn(before.w, sum.w));
+        to[i] = sum;
+    }
 }
 
 // x_mk [m][k], w_nk [n][k] bfloat16, n and k multiples of 8; out_mn [m][n] bfloat16 or float32.
@@ -51,7 +75,7 @@ __device__ inline void store_pair(void* out, i64 at, float x, float y, int after
 extern "C" __global__ void __launch_bounds__(kTileThreads, 2)
 affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn, int m, int n, int k, int after,
             int out_is_float) {
-    __shared__ __align__(128) Stage stages[kStages];
+    __shared__ __align__(128) Shared shared;
     const int first_m = blockIdx.y * kTileM, first_n = blockIdx.x * kTileN;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int warp_m = warp % kWarpsM * kWarpTile, warp_n = warp / kWarpsM * kWarpTile;
@@ -59,7 +83,7 @@ affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn,
 
     const auto fetch = [&](int step) {
         if (step < num_steps) {
-            Stage& stage = stages[step % kStages];
+            Stage& stage = shared.stages[step % kStages];
             fetch_rows(stage.x, x_mk, first_m, m, step * kTileK, k);
             fetch_rows(stage.w, w_nk, first_n, n, step * kTileK, k);
         }
@@ -78,7 +102,7 @@ affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn,
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
         __syncthreads();
         fetch(step + kStages - 1);
-        const Stage& stage = stages[step % kStages];
+        const Stage& stage = shared.stages[step % kStages];
 #pragma unroll
         for (int inner = 0; inner < kTileK / 16; ++inner) {
             u32 x[kWarpTile / 16][4];
@@ -99,20 +123,35 @@ affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn,
     }
 
     const int quad = lane / 4, pair = lane % 4 * 2;
+    const int column = first_n + warp_n + lane % kOutLanes * kOutValues;
+    float bias[kOutValues] = {};
+    if (column < n) {
 #pragma unroll
-    for (int j = 0; j < kWarpTile / 8; ++j) {
-        const int column = first_n + warp_n + j * 8 + pair;
-        if (column >= n) continue;
-        const float2 bias = *(const float2*)(bias_n + column);
+        for (int i = 0; i < kOutValues; ++i) bias[i] = bias_n[column + i];
+    }
+    float* out = shared.out[warp];
 #pragma unroll
-        for (int i = 0; i < kWarpTile / 16; ++i)
+    for (int half = 0; half < kWarpTile / kOutRows; ++half) {
+        // All warps are done with the stages; this one is done with what it stored before.
+        if (half == 0) __syncthreads();
+        else __syncwarp();
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = first_m + warp_m + i * 16 + h * 8 + quad;
-                if (row >= m) continue;
-                store_pair(out_mn, (i64)row * n + column, add_rn(acc[i][j][2 * h], bias.x),
-                           add_rn(acc[i][j][2 * h + 1], bias.y), after, out_is_float);
-            }
+        for (int i = 0; i < kOutRows / 16; ++i)
+#pragma unroll
+            for (int j = 0; j < kWarpTile / 8; ++j)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float* sums = acc[half * (kOutRows / 16) + i][j] + 2 * h;
+                    *(float2*)(out + (i * 16 + h * 8 + quad) * kOutStride + j * 8 + pair) =
+                        make_float2(sums[0], sums[1]);
+                }
+        __syncwarp();
+        const int first_row = first_m + warp_m + half * kOutRows;
+#pragma unroll 1
+        for (int row = lane / kOutLanes; row < kOutRows; row += kWarp / kOutLanes)
+            if (column < n && first_row + row < m)
+                store_outputs(out_mn, (i64)(first_row + row) * n + column,
+                              out + row * kOutStride + lane % kOutLanes * kOutValues, bias, after, out_is_float);
     }
 }
 

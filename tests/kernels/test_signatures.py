@@ -118,7 +118,9 @@ class TestSizes:
             ("cuda_vision.FLOAT_THREADS", "vision_linear", "kFloatThreads"),
             ("cuda_vision.CHUNK", "vision_linear", "kChunk"),
             ("cuda_vision.CHUNK", "vision_attention", "kChunk"),
-            ("cuda_vision.ATTENTION_WARPS", "vision_attention", "kWarps"),
+            ("cuda_vision.ATTENTION_KEYS", "vision_attention", "kKeys"),
+            ("cuda_vision.FLOAT_ATTENTION_THREADS", "vision_attention", "kFloatThreads"),
+            ("cuda_vision.FLOAT_QUERIES", "vision_attention", "kFloatQueries"),
             ("cuda_vision.ATTENTION_STAGES", "vision_attention", "kStages"),
             ("cuda_vision.FLOAT_HEAD_DIM", "vision_attention", "kFloatHeadDim"),
             ("cuda.MAX_WARPS", "gemv", "kMaxWarps"),
@@ -318,7 +320,7 @@ def run_the_rest(backend: Any) -> None:
 
 
 def run_vision(backend: Any) -> None:
-    from kestrel_cuda.backends.cuda_vision import HEAD_DIMS
+    from kestrel_cuda.backends.cuda_vision import ATTENTION_WARPS
 
     h, m = np.zeros((40, 64), np.float32), 40
     for kind in (np.float32, BFLOAT16):
@@ -329,7 +331,7 @@ def run_vision(backend: Any) -> None:
         for after in After:
             out = np.zeros((m, 72), np.float32 if after is After.ADD else kind)
             backend.affine(x, Affine(np.zeros((72, 64), kind), np.zeros(72, np.float32)), out, after)
-        for head_dim in HEAD_DIMS:
+        for head_dim in ATTENTION_WARPS:
             config = VisionConfig(1, 2 * head_dim, 2, 64, 64, 3, 16, 2, 2, 3, (), 10000.0)
             places = frame_places(config, 4, 10)
             backend.attend_patches(np.zeros((80, 6 * head_dim), kind), 2, places, np.zeros((80, 2 * head_dim), kind))
@@ -486,12 +488,12 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert asked[f"attend_tiled_f16_{d}"] == {struct_bytes("attention_many", "ManyRows", d)}
 
     c = constants("vision_attention")
-    for d in cuda_vision.HEAD_DIMS:
+    for d, warps in cuda_vision.ATTENTION_WARPS.items():
         # Keys and values by stages; rows of whole mma steps, and a chunk more.
         row_bytes = (-(-d // 16) * 2 + 1) * 16
-        tiles_bytes = 2 * c["kStages"] * (32 if d in (72, 80) else 64) * row_bytes
+        tiles_bytes = 2 * c["kStages"] * c["kKeys"] * row_bytes
         assert asked[f"attend_patches_{d}"] == {tiles_bytes}
-        assert cuda_vision.attention_queries(d) * row_bytes <= tiles_bytes, "queries are laid over them first"
+        assert 16 * warps * row_bytes <= tiles_bytes, "queries are laid over them first"
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
         is_last = 4  # not an array
