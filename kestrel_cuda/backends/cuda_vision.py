@@ -22,7 +22,7 @@ ROW_WARPS = 8
 VALUE_THREADS = 256
 TILE_M, TILE_N, TILE_THREADS = 128, 128, 128
 FLOAT_TILE, FLOAT_THREADS = 64, 256
-ATTENTION_KEYS, ATTENTION_STAGES, CHUNK = 64, 2, 8
+ATTENTION_KEYS, CHUNK = 64, 8
 FLOAT_ATTENTION_THREADS, FLOAT_QUERIES, FLOAT_HEAD_DIM = 128, 4, 128
 
 ATTENTION_WARPS = {16: 8, 32: 8, 64: 8, 72: 6, 80: 6, 128: 4}
@@ -100,9 +100,9 @@ class VisionKernels(CudaDevice):
 
 
 def attention_bytes(head_dim: int) -> int:
-    """Keys and values of two steps: kernels/vision_attention.cu's `Tiles`."""
-    row_chunks = -(-head_dim // 16) * 2 + 1
-    return 2 * ATTENTION_STAGES * ATTENTION_KEYS * row_chunks * CHUNK * 2
+    """Keys and values by stages: kernels/vision_attention.cu's `Tiles`."""
+    num_stages, row_chunks = 3 if head_dim <= 80 else 2, -(-head_dim // 16) * 2 + 1
+    return 2 * num_stages * ATTENTION_KEYS * row_chunks * CHUNK * 2
 
 
 def _kind(array: Any) -> str:

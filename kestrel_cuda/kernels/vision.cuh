@@ -33,19 +33,26 @@ __device__ inline float finish(float x, int after) {
     return x;
 }
 
-// Four 8 x 8 tiles of 16-bit values; lane l points to row l % 8 of tile l / 8.
-__device__ inline void load_tiles(u32 (&tiles)[4], const u16* row) {
-    const u32 at = (u32)__cvta_generic_to_shared(row);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
-                 : "r"(at));
+// Shared memory by its own addresses: sums of them with constants cost nothing.
+__device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Start a copy of 16 bytes; one that is not valid reads nothing and writes zeros.
+__device__ inline void copy_async_16(u32 to, const u16* from, bool valid) {
+    const int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
 
-__device__ inline void load_tiles_transposed(u32 (&tiles)[4], const u16* row) {
-    const u32 at = (u32)__cvta_generic_to_shared(row);
+// Four 8 x 8 tiles of 16-bit values; lane l points to row l % 8 of tile l / 8.
+__device__ inline void load_tiles(u32 (&tiles)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+                 : "r"(row));
+}
+
+__device__ inline void load_tiles_transposed(u32 (&tiles)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
-                 : "r"(at));
+                 : "r"(row));
 }
 
 // c += a b: 16 rows of a by 8 columns of b over 16 inputs.
@@ -53,4 +60,12 @@ __device__ inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same with c = 0 before.
+__device__ inline void mma_bf16_first(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%10,%10,%10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }

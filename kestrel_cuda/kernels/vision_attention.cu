@@ -5,45 +5,84 @@
 // frame's size alone.
 //
 // bfloat16: a warp has 16 queries of one head, whose weights go from the scores' registers straight into the values'
-// mma; warps enough that some multiply while others take exponentials. Keys and values of the next patches are on their
-// way while these are used.
+// mma. Keys and values of the next patches are on their way while these are used. A warp waits for what it reads, and for
+// no other warp as long as that is not a tile behind, so that some multiply while others take exponentials.
 
 #include "common.cuh"
 #include "vision.cuh"
 
 constexpr int kKeys = 64;
-constexpr int kStages = 2;
 constexpr int kChunk = 8;                                                // values of a copy of 16 bytes
 
 template <int kHeadDim>
 struct Heads {
     static constexpr int kSteps = (kHeadDim + 15) / 16;                  // mma steps of a score
     static constexpr int kTiles = kHeadDim / 8;                          // mma columns of the values
+    static constexpr int kStages = kHeadDim <= 80 ? 3 : 2;
     static constexpr int kUsedChunks = kHeadDim / kChunk;
     // Whole steps, and odd, so that the same chunk of eight rows meets in no bank.
     static constexpr int kRowChunks = kSteps * 2 + 1;
     static constexpr int kStride = kRowChunks * kChunk;
 };
 
-// Copy `kRows` rows of a head into shared memory; rows past the end, and channels past the head's, read as zero.
-template <int kHeadDim, int kThreads, int kRows>
-__device__ inline void fetch_rows(u16* tile, const u16* from, int first, int num_rows, int ld) {
+// A thread's share of the copies of rows of a head into shared memory: a chunk of every kRowsAtOnce-th row. Rows past
+// the end, and channels past the head's, read as zero.
+template <int kHeadDim, int kThreads>
+struct Copies {
     using H = Heads<kHeadDim>;
-    constexpr int kChunks = H::kSteps * 2;
-#pragma unroll 1
-    for (int at = threadIdx.x; at < kRows * kChunks; at += kThreads) {
-        const int row = at / kChunks, chunk = at % kChunks;
-        const bool valid = first + row < num_rows && chunk < H::kUsedChunks;
-        copy_async_16(tile + row * H::kStride + chunk * kChunk,
-                      valid ? from + (i64)(first + row) * ld + chunk * kChunk : from, valid);
+    static constexpr int kChunks = H::kSteps * 2, kRowsAtOnce = kThreads / kChunks;
+    int row, num_rows;
+    bool is_used;
+    i64 from;
+    u32 to;
+
+    __device__ Copies(int num_rows, int ld) : num_rows(num_rows) {
+        const int chunk = threadIdx.x % kChunks;
+        row = threadIdx.x / kChunks, is_used = chunk < H::kUsedChunks;
+        from = (i64)row * ld + chunk * kChunk, to = 2 * (row * H::kStride + chunk * kChunk);
     }
-}
+
+    template <int kRows>
+    __device__ void fetch(u32 tile, const u16* rows, int first, int ld) const {
+        const u16* at = rows + (i64)first * ld + from;
+        const int left = num_rows - first - row;
+#pragma unroll
+        for (int more = 0; more < kRows; more += kRowsAtOnce) {
+            const bool has_room = kThreads % kChunks == 0 ? row + more < kRows
+                                                          : row < kRowsAtOnce && row + more < kRows;
+            if (has_room) copy_async_16(tile + to + 2 * more * H::kStride, at + more * ld, is_used && more < left);
+        }
+    }
+};
 
 template <int kHeadDim>
 struct Tiles {
-    u16 k[kStages][kKeys * Heads<kHeadDim>::kStride];
-    u16 v[kStages][kKeys * Heads<kHeadDim>::kStride];
+    using H = Heads<kHeadDim>;
+    u16 k[H::kStages][kKeys * H::kStride];
+    u16 v[H::kStages][kKeys * H::kStride];
 };
+
+// Barriers of a stage: its copies have arrived; all warps are done with it.
+__device__ inline void init_barrier(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ inline void arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void wait_barrier(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+}
 
 // Grid: (ceil(frame_rows / (16 kWarps)), heads, frames). Dynamic shared memory: Tiles, which has the queries first.
 template <int kHeadDim, int kWarps>
@@ -58,49 +97,64 @@ __device__ inline void attend_patches(const u16* qkv_mn, u16* out_mn, int frame_
     const u16* frame = qkv_mn + (i64)blockIdx.z * frame_rows * ld + blockIdx.y * kHeadDim;
     const int num_tiles = (frame_rows + kKeys - 1) / kKeys;
 
-    u16* queries = shared.k[0];
+    const u32 k_at = shared_address(shared.k), v_at = shared_address(shared.v);
+    constexpr u32 kTileBytes = sizeof(shared.k[0]);
+    const Copies<kHeadDim, kThreads> copies(frame_rows, ld);
     static_assert(sizeof(Tiles<kHeadDim>) >= kQueries * H::kStride * sizeof(u16), "queries fit");
-    fetch_rows<kHeadDim, kThreads, kQueries>(queries, frame, first_query, frame_rows, ld);
+    copies.template fetch<kQueries>(k_at, frame, first_query, ld);
     asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;");
     __syncthreads();
     u32 q[H::kSteps][4];
 #pragma unroll
     for (int step = 0; step < H::kSteps; ++step)
-        load_tiles(q[step], queries + (warp * 16 + lane % 16) * H::kStride + (step * 2 + lane / 16) * kChunk);
+        load_tiles(q[step], k_at + 2 * ((warp * 16 + lane % 16) * H::kStride + (step * 2 + lane / 16) * kChunk));
     __syncthreads();
 
+    // A warp may be a tile ahead of another: while some multiply, others take exponentials.
+    constexpr int kStages = H::kStages;
+    __shared__ u64 barriers[2 * kStages];
+    const u32 full = shared_address(barriers), empty = full + kStages * 8;
+    if (threadIdx.x < kStages) init_barrier(full + threadIdx.x * 8, kThreads);
+    else if (threadIdx.x < 2 * kStages) init_barrier(full + threadIdx.x * 8, kWarps);
+    __syncthreads();
+    int fill = 0, use = 0;
+    u32 fill_parity = 1, use_parity = 0;
     const auto fetch = [&](int tile) {
-        if (tile < num_tiles) {
-            fetch_rows<kHeadDim, kThreads, kKeys>(shared.k[tile % kStages], frame + n, tile * kKeys, frame_rows, ld);
-            fetch_rows<kHeadDim, kThreads, kKeys>(shared.v[tile % kStages], frame + 2 * n, tile * kKeys, frame_rows, ld);
-        }
-        asm volatile("cp.async.commit_group;");
+        if (tile >= num_tiles) return;
+        wait_barrier(empty + fill * 8, fill_parity);
+        copies.template fetch<kKeys>(k_at + fill * kTileBytes, frame + n, tile * kKeys, ld);
+        copies.template fetch<kKeys>(v_at + fill * kTileBytes, frame + 2 * n, tile * kKeys, ld);
+        arrive_with_copies(full + fill * 8);
+        if (++fill == kStages) fill = 0, fill_parity ^= 1;
     };
     fetch(0);
 
+    const u32 k_lane = k_at + 2 * ((lane % 8 + lane / 16 * 8) * H::kStride + lane / 8 % 2 * kChunk);
+    const u32 v_lane = v_at + 2 * (lane % 16 * H::kStride + lane / 16 * kChunk);
     // The lane's rows are lane / 4 and eight below it.
     float out[H::kTiles][4], row_max[2] = {minus_infinity(), minus_infinity()}, row_sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int t = 0; t < H::kTiles; ++t) out[t][0] = out[t][1] = out[t][2] = out[t][3] = 0.0f;
 
     for (int tile = 0; tile < num_tiles; ++tile) {
-        asm volatile("cp.async.wait_group 0;");
-        __syncthreads();
         fetch(tile + 1);
-        const u16 *keys = shared.k[tile % kStages], *values = shared.v[tile % kStages];
+        wait_barrier(full + use * 8, use_parity);
+        const u32 keys = k_lane + use * kTileBytes, values = v_lane + use * kTileBytes;
 
         float scores[kKeys / 8][4];
-#pragma unroll
-        for (int t = 0; t < kKeys / 8; ++t) scores[t][0] = scores[t][1] = scores[t][2] = scores[t][3] = 0.0f;
 #pragma unroll
         for (int step = 0; step < H::kSteps; ++step)
 #pragma unroll
             for (int t = 0; t < kKeys / 8; t += 2) {
                 u32 key[4];
-                load_tiles(key, keys + (t * 8 + lane % 8 + lane / 16 * 8) * H::kStride +
-                                    (step * 2 + lane / 8 % 2) * kChunk);
-                mma_bf16(scores[t], q[step], key[0], key[1]);
-                mma_bf16(scores[t + 1], q[step], key[2], key[3]);
+                load_tiles(key, keys + 2 * (t * 8 * H::kStride + step * 2 * kChunk));
+                if (step == 0) {
+                    mma_bf16_first(scores[t], q[step], key[0], key[1]);
+                    mma_bf16_first(scores[t + 1], q[step], key[2], key[3]);
+                } else {
+                    mma_bf16(scores[t], q[step], key[0], key[1]);
+                    mma_bf16(scores[t + 1], q[step], key[2], key[3]);
+                }
             }
         const int num_left = frame_rows - tile * kKeys;
         if (num_left < kKeys) {
@@ -134,27 +188,32 @@ __device__ inline void attend_patches(const u16* qkv_mn, u16* out_mn, int frame_
                 }
             }
         }
-        u32 weights[kKeys / 16][4];
+        const float shift[2] = {-mul_rn(row_max[0], scale_log2), -mul_rn(row_max[1], scale_log2)};
+        // Exponentials of the next slots have nothing to do with the mma of these.
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float shift = -mul_rn(row_max[h], scale_log2);
+        for (int step = 0; step < kKeys / 16; ++step) {
+            u32 weights[4];
 #pragma unroll
-            for (int t = 0; t < kKeys / 8; ++t) {
-                const float first = exp2_fast(fma_rn(scores[t][2 * h], scale_log2, shift));
-                const float second = exp2_fast(fma_rn(scores[t][2 * h + 1], scale_log2, shift));
-                row_sum[h] = add_rn(row_sum[h], add_rn(first, second));
-                weights[t / 2][t % 2 * 2 + h] = pack_bf16(first, second);
-            }
-        }
+            for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int step = 0; step < kKeys / 16; ++step)
+                for (int t = 0; t < 2; ++t) {
+                    const float* pair = scores[2 * step + t] + 2 * h;
+                    const float first = exp2_fast(fma_rn(pair[0], scale_log2, shift[h]));
+                    const float second = exp2_fast(fma_rn(pair[1], scale_log2, shift[h]));
+                    row_sum[h] = add_rn(row_sum[h], add_rn(first, second));
+                    weights[2 * t + h] = pack_bf16(first, second);
+                }
 #pragma unroll
             for (int t = 0; t < H::kTiles; t += 2) {
                 u32 value[4];
-                load_tiles_transposed(value, values + (step * 16 + lane % 16) * H::kStride + (t + lane / 16) * kChunk);
-                mma_bf16(out[t], weights[step], value[0], value[1]);
-                if (t + 1 < H::kTiles) mma_bf16(out[t + 1], weights[step], value[2], value[3]);
+                load_tiles_transposed(value, values + 2 * (step * 16 * H::kStride + t * kChunk));
+                mma_bf16(out[t], weights, value[0], value[1]);
+                if (t + 1 < H::kTiles) mma_bf16(out[t + 1], weights, value[2], value[3]);
             }
+        }
+        __syncwarp();
+        if (lane == 0) arrive(empty + use * 8);
+        if (++use == kStages) use = 0, use_parity ^= 1;
     }
 
 #pragma unroll

@@ -17,24 +17,39 @@ constexpr int kStages = 3;
 constexpr int kChunk = 8;                      // values of a copy of 16 bytes
 constexpr int kRowChunks = kTileK / kChunk;
 
-// Where a chunk of a row lies: rows two apart take turns, so that the same chunk of eight rows meets in no bank.
-__device__ inline int place(int row, int chunk) { return row * kTileK + (chunk ^ row / 2 % kRowChunks) * kChunk; }
+// Where a chunk of a row lies, in bytes: rows two apart take turns, so that the same chunk of eight rows meets in no
+// bank. Rows 16 apart turn alike.
+__device__ inline u32 place(int row, int chunk) { return 2 * (row * kTileK + (chunk ^ row / 2 % kRowChunks) * kChunk); }
 
 struct Stage {
     u16 x[kTileM * kTileK];
     u16 w[kTileN * kTileK];
 };
 
-__device__ inline void fetch_rows(u16* tile, const u16* from_rk, int first_row, int num_rows, int first_k, int k) {
-    const int chunk = threadIdx.x % kRowChunks, own_row = threadIdx.x / kRowChunks;
-    const int at = first_k + chunk * kChunk;
-    const u16* from = from_rk + (i64)(first_row + own_row) * k + at;
-#pragma unroll
-    for (int more = 0; more < kTileM; more += kTileThreads / kRowChunks) {
-        const bool valid = at < k && first_row + own_row + more < num_rows;
-        copy_async_16(tile + place(own_row + more, chunk), valid ? from + (i64)more * k : from_rk, valid);
+// A thread's share of the copies of one matrix: a chunk of every 32nd row of the tile.
+struct Copies {
+    static constexpr int kRowsAtOnce = kTileThreads / kRowChunks;
+    const u16* from;
+    i64 next_rows;
+    int num_rows, num_inputs;          // left from its own on
+    u32 to;
+
+    __device__ Copies(const u16* from_rk, int first_row, int all_rows, int k, u32 tile) {
+        const int chunk = threadIdx.x % kRowChunks, own_row = threadIdx.x / kRowChunks;
+        from = from_rk + (i64)(first_row + own_row) * k + chunk * kChunk, next_rows = (i64)kRowsAtOnce * k;
+        num_rows = all_rows - first_row - own_row, num_inputs = k - chunk * kChunk;
+        to = tile + place(own_row, chunk);
     }
-}
+
+    // The next 32 inputs, into the stage at this distance from the first.
+    __device__ void next(u32 stage) {
+#pragma unroll
+        for (int i = 0; i < kTileM / kRowsAtOnce; ++i)
+            copy_async_16(to + stage + i * kRowsAtOnce * kTileK * 2, from + i * next_rows,
+                          num_inputs > 0 && i * kRowsAtOnce < num_rows);
+        from += kTileK, num_inputs -= kTileK;
+    }
+};
 
 // A warp's outputs on their way out, 32 rows at a time: from the mma's registers to neighbours that are stored together.
 constexpr int kOutRows = 32;
@@ -81,16 +96,25 @@ affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn,
     const int warp_m = warp % kWarpsM * kWarpTile, warp_n = warp / kWarpsM * kWarpTile;
     const int num_steps = (k + kTileK - 1) / kTileK;
 
-    const auto fetch = [&](int step) {
-        if (step < num_steps) {
-            Stage& stage = shared.stages[step % kStages];
-            fetch_rows(stage.x, x_mk, first_m, m, step * kTileK, k);
-            fetch_rows(stage.w, w_nk, first_n, n, step * kTileK, k);
-        }
+    const u32 x_at = shared_address(shared.stages[0].x), w_at = shared_address(shared.stages[0].w);
+    Copies x_copies(x_mk, first_m, m, k, x_at), w_copies(w_nk, first_n, n, k, w_at);
+    // Past the end nothing is read, and an empty group keeps the count of those on their way.
+    const auto fetch = [&](u32 stage) {
+        x_copies.next(stage), w_copies.next(stage);
         asm volatile("cp.async.commit_group;");
     };
 #pragma unroll
-    for (int step = 0; step < kStages - 1; ++step) fetch(step);
+    for (int step = 0; step < kStages - 1; ++step) fetch(step * sizeof(Stage));
+    u32 use = 0, fill = (kStages - 1) * sizeof(Stage);
+    const auto after_stage = [](u32 stage) {
+        return stage == (kStages - 1) * sizeof(Stage) ? 0 : stage + (u32)sizeof(Stage);
+    };
+    u32 x_lane[2], w_lane[2];
+#pragma unroll
+    for (int inner = 0; inner < 2; ++inner) {
+        x_lane[inner] = x_at + place(warp_m + lane % 16, inner * 2 + lane / 16);
+        w_lane[inner] = w_at + place(warp_n + lane % 8 + lane / 16 * 8, inner * 2 + lane / 8 % 2);
+    }
 
     float acc[kWarpTile / 16][kWarpTile / 8][4];
 #pragma unroll
@@ -98,30 +122,43 @@ affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn,
 #pragma unroll
         for (int j = 0; j < kWarpTile / 8; ++j) acc[i][j][0] = acc[i][j][1] = acc[i][j][2] = acc[i][j][3] = 0.0f;
 
-    for (int step = 0; step < num_steps; ++step) {
+    // Operands of the next 16 inputs are loaded before these are multiplied.
+    u32 x[2][kWarpTile / 16][4], w[2][kWarpTile / 16][4];
+    const auto load = [&](int inner) {
+#pragma unroll
+        for (int i = 0; i < kWarpTile / 16; ++i) {
+            load_tiles(x[inner][i], x_lane[inner] + use + i * 16 * kTileK * 2);
+            load_tiles(w[inner][i], w_lane[inner] + use + i * 16 * kTileK * 2);
+        }
+    };
+    const auto multiply = [&](int inner) {
+#pragma unroll
+        for (int j = 0; j < kWarpTile / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < kWarpTile / 16; ++i) {
+                mma_bf16(acc[i][2 * j], x[inner][i], w[inner][j][0], w[inner][j][1]);
+                mma_bf16(acc[i][2 * j + 1], x[inner][i], w[inner][j][2], w[inner][j][3]);
+            }
+    };
+    const auto await_stage = [] {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2));
         __syncthreads();
-        fetch(step + kStages - 1);
-        const Stage& stage = shared.stages[step % kStages];
-#pragma unroll
-        for (int inner = 0; inner < kTileK / 16; ++inner) {
-            u32 x[kWarpTile / 16][4];
-#pragma unroll
-            for (int i = 0; i < kWarpTile / 16; ++i)
-                load_tiles(x[i], stage.x + place(warp_m + i * 16 + lane % 16, inner * 2 + lane / 16));
-#pragma unroll
-            for (int j = 0; j < kWarpTile / 8; j += 2) {
-                u32 w[4];
-                load_tiles(w, stage.w + place(warp_n + j * 8 + lane % 8 + lane / 16 * 8, inner * 2 + lane / 8 % 2));
-#pragma unroll
-                for (int i = 0; i < kWarpTile / 16; ++i) {
-                    mma_bf16(acc[i][j], x[i], w[0], w[1]);
-                    mma_bf16(acc[i][j + 1], x[i], w[2], w[3]);
-                }
-            }
-        }
+    };
+    await_stage();
+    load(0);
+#pragma unroll 1
+    for (int step = 0; step < num_steps; ++step) {
+        load(1);
+        fetch(fill);
+        fill = after_stage(fill);
+        multiply(0);
+        await_stage();
+        use = after_stage(use);
+        load(0);
+        multiply(1);
     }
 
+    asm volatile("cp.async.wait_group 0;");
     const int quad = lane / 4, pair = lane % 4 * 2;
     const int column = first_n + warp_n + lane % kOutLanes * kOutValues;
     float bias[kOutValues] = {};
@@ -132,7 +169,7 @@ affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn,
     float* out = shared.out[warp];
 #pragma unroll
     for (int half = 0; half < kWarpTile / kOutRows; ++half) {
-        // All warps are done with the stages; this one is done with what it stored before.
+        // All warps are done with the stages, and no copy is on its way; this one is done with what it stored before.
         if (half == 0) __syncthreads();
         else __syncwarp();
 #pragma unroll
