@@ -84,7 +84,8 @@ class VisionConfig:
 class ModelConfig:
     """A checkpoint's config.json in this project's words.
 
-    `vision` is None for a text-only checkpoint. `eos_ids` are the ids config.json alone names.
+    `vision` is None for a text-only checkpoint. The tokens `vision_start_token_id` and `vision_end_token_id` stand
+    around a picture; None where config.json does not say. `eos_ids` are the ids config.json alone names.
     """
 
     architecture: str
@@ -95,6 +96,8 @@ class ModelConfig:
     video_token_id: int | None
     eos_ids: tuple[int, ...] = ()
     defaults_used: tuple[str, ...] = ()
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
 
 
 @dataclass(frozen=True)

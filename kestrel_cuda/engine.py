@@ -21,10 +21,11 @@ from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
 from kestrel_cuda.errors import CheckpointError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
-from kestrel_cuda.inputs.chat import encode_chat
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
-from kestrel_cuda.inputs.vocabulary import check_encoded, check_vocabulary, end_ids
+from kestrel_cuda.inputs.visual_source import VisualSource
+from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits
+from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
 from kestrel_cuda.load import WeightLoader
 from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
@@ -34,6 +35,7 @@ from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.paths import shown_path
 from kestrel_cuda.plan import FREE_MARGIN_BYTES, RUN_FLAGS, Flags, Plan, make_plan
+from kestrel_cuda.prompts import PromptEncoder, grids_of
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport
 from kestrel_cuda.residency.store import WeightStore
@@ -59,6 +61,7 @@ class Engine:
         self.chat = ChatTemplate.load(config.model)
         check_vocabulary(self.checkpoint, self.tokenizer)
         self.end_ids = end_ids(self.checkpoint, self.tokenizer)
+        self._prompts = PromptEncoder(self.checkpoint, self.tokenizer, self.chat)
         self.backend: Backend | None = None
         self._backend_warnings: list[str] = []
         self._encoder: VisualEncoder | None = None
@@ -77,39 +80,28 @@ class Engine:
         """Check a checkpoint and its tokenizer. Raises CheckpointError; allocates nothing on a device."""
         return cls(config)
 
-    # prompts
+    # prompts: what these do and raise, prompts.py has
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation through the checkpoint's template, ready for the answer."""
-        if self.chat is None:
-            raise InputError(
-                f"{shown_path(self.config.model)} has no chat template (chat_template.jinja, chat_template.json or "
-                "tokenizer_config.json); use --raw to give the prompt as it is"
-            )
-        return self._without_pictures(
-            check_encoded(self.checkpoint, self.tokenizer, encode_chat(self.chat, self.tokenizer, messages))
-        )
+    def open_visuals(
+        self, sources: Sequence[VisualSource], limits: VisualLimits = NO_LIMITS
+    ) -> tuple[OpenedVisual, ...]:
+        """Pictures and videos decoded, and sized by this checkpoint's rules within `limits`; loads no weights."""
+        return self._prompts.open_visuals(sources, limits)
 
-    def encode_raw(self, text: str) -> list[int]:
-        """Token ids of text as it is, added tokens included."""
-        return self._without_pictures(check_encoded(self.checkpoint, self.tokenizer, self.tokenizer.encode(text)))
+    def encode_chat(self, messages: list[dict[str, Any]], visuals: Sequence[OpenedVisual] = ()) -> list[int]:
+        """Token ids of a conversation through the checkpoint's template, ready for the answer.
 
-    def check_ids(self, ids: Sequence[int]) -> list[int]:
-        """Ids given by the user, as they are. Raises InputError for one the vocabulary does not have."""
-        size = self.checkpoint.config.text.vocab_size
-        for token_id in ids:
-            if not 0 <= token_id < size:
-                raise InputError(f"token id {token_id} is outside the vocabulary; ids run from 0 to {size - 1}")
-        return self._without_pictures(list(ids))
+        `visuals` are the pictures and videos of the messages, in their order.
+        """
+        return self._prompts.encode_chat(messages, visuals)
 
-    def _without_pictures(self, ids: list[int]) -> list[int]:
-        config = self.checkpoint.config
-        for name, token_id in (("image", config.image_token_id), ("video", config.video_token_id)):
-            if token_id is not None and token_id in ids:
-                raise InputError(
-                    f"the prompt holds the {name} token ({token_id}) but no {name} comes with it; leave the token out"
-                )
-        return ids
+    def encode_raw(self, text: str, visuals: Sequence[OpenedVisual] = ()) -> list[int]:
+        """Token ids of text as it is, added tokens included; its image and video tokens stand for `visuals`."""
+        return self._prompts.encode_raw(text, visuals)
+
+    def check_ids(self, ids: Sequence[int], visuals: Sequence[OpenedVisual] = ()) -> list[int]:
+        """Ids given by the user, as they are, `visuals` already at their full length in them."""
+        return self._prompts.check_ids(ids, visuals)
 
     # loading
 
@@ -269,6 +261,11 @@ class Engine:
             exact = self.config.quant is Quant.NONE
             self._encoder = VisualEncoder(self.checkpoint, exact=exact, keeps_tower=self.config.keep_tower)
         return self._encoder.encode(backend, visuals, pixels_mk, self._most_bytes(backend))
+
+    def encode_opened(self, visuals: Sequence[OpenedVisual]) -> EncodedVisuals:
+        """Features of at least one picture or video that `open_visuals` gave, in the order of the prompt."""
+        pixels_mk = [visual.pixels_mk() for visual in visuals]
+        return self.encode_visuals(grids_of(visuals), np.concatenate(pixels_mk) if len(pixels_mk) > 1 else pixels_mk[0])
 
     def generate(
         self,

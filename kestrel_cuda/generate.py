@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kestrel_cuda.backends.base import Array, Backend
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.inputs.tokenizer import TextStream
-from kestrel_cuda.model.prompt_positions import VisualSpan, prompt_positions
+from kestrel_cuda.model.prompt_positions import VisualSpan, position_delta, prompt_positions
 from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LOGIT_ROWS, Observer, TextModel
 from kestrel_cuda.model.visual_rows import EncodedVisuals, visual_rows
@@ -79,6 +79,7 @@ class Generation:
         self._prefill_ms = self._ttft_ms = 0.0
         self._decode_ms: list[float] = []
         self._position = 0
+        self._rope_delta = 0
         self._replays: dict[int, Callable[[], None]] = {}
         self._hash = hashlib.sha256()
         self._kept_steps: list[NDArray[np.float32]] = []
@@ -146,6 +147,7 @@ class Generation:
             read_gb_per_s=read_bytes / tpot_ms / 1e6 if tpot_ms else None,
             device_read_gb_per_s=self._device_read_gb_per_s,
             logits_sha256=None if self._logits == "none" else self._hash.hexdigest(),
+            rope_delta=self._rope_delta,
         )
 
     def _prefill(self) -> tuple[Any, Array | None]:
@@ -155,6 +157,8 @@ class Generation:
             hidden_sk = backend.zeros((total, model.h_mk.shape[1]), np.float32)
         encoded = self._encoded
         positions_3s = prompt_positions(len(self._prompt_ids), self._spans) if encoded else None
+        if positions_3s is not None:
+            self._rope_delta = position_delta(positions_3s)
         self._sequence.start(self._prompt_ids, positions_3s)
         backend.synchronize()
         before = backend.mark()

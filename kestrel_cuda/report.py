@@ -83,7 +83,8 @@ class RunReport:
     """Everything a run can say once it has stopped.
 
     `logits_sha256` is over the float32 bytes of all prompt logits, then all step logits, rows in order;
-    None when logits were not asked for.
+    None when logits were not asked for. A token behind the prompt stands at the cache's length plus `rope_delta`, which
+    is 0 without pictures.
 
     `bytes_read_per_token` counts weights alone, every layer and lm_head once, as they are stored: 34/32 bytes a weight
     with q8_0, 18/32 with q4_0, 258/256 with g256, and what fills up odd shapes (none in the released ones). The
@@ -103,6 +104,7 @@ class RunReport:
     device_read_gb_per_s: float | None
     logits_sha256: str | None
     warnings: tuple[str, ...] = field(default=())
+    rope_delta: int = 0
 
     @property
     def read_share(self) -> float | None:

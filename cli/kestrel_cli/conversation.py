@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from kestrel_cuda.errors import InputError
-from kestrel_cuda.inputs.messages import Message, check_messages
+from kestrel_cuda.inputs.messages import PART_KEYS, Message, check_messages, part_type, take_visuals
+from kestrel_cuda.inputs.visual_source import VisualSource
 
-_PICTURE_KEYS = ("image", "images", "image_url", "video", "videos", "video_url", "audio")
+_VISUAL_KEYS = ("image", "images", "image_url", "video", "videos", "video_url", "audio")
 
 Say = Callable[[str], None]
 
 
-def read_conversation(text: str, source: str, warn: Say) -> list[Message]:
-    """The messages, the content of each as one text; `warn` hears of what is in the file and goes unused.
+def read_conversation(
+    text: str, source: str, folder: Path, warn: Say
+) -> tuple[list[Message], tuple[VisualSource, ...]]:
+    """The messages, the content of each as one text where it is text, and their pictures and videos.
 
-    Raises InputError for what is not JSON, holds one key twice, or is no conversation of text.
+    Paths are taken from `folder` on; `warn` hears of what is in the file and goes unused. Raises InputError for what is
+    not JSON, holds one key twice, or is no conversation.
     """
     try:
         document = json.loads(text, object_pairs_hook=_object)
@@ -32,7 +37,10 @@ def read_conversation(text: str, source: str, warn: Say) -> list[Message]:
     messages = check_messages(document, source)
     if isinstance(document, dict):
         _say_unused(document, ("messages",), source, warn)
-    return [_one_text(message, f"{source}: message {number}", warn) for number, message in enumerate(messages, start=1)]
+    for number, message in enumerate(messages, start=1):
+        _look_through(message, f"{source}: message {number}", warn)
+    bare, visuals = take_visuals(messages, folder)
+    return [_one_text(message) for message in bare], visuals
 
 
 def check_characters(text: str, source: str) -> None:
@@ -69,23 +77,32 @@ def _strings(value: object) -> Iterator[str]:
                 waiting += [*table.keys(), *table.values()]
 
 
-def _one_text(message: Message, where: str, warn: Say) -> Message:
-    """A message with its text parts joined, as the model's own template would. Other keys stay for the template."""
-    pictures = [key for key in _PICTURE_KEYS if key in message]
-    if pictures:
-        raise InputError(f"{where} holds {pictures[0]}; pictures are not supported yet, only text")
+def _look_through(message: Message, where: str, warn: Say) -> None:
+    """Say what of a message goes unused. Raises InputError where that is a picture."""
+    visuals = [key for key in _VISUAL_KEYS if key in message]
+    if visuals:
+        raise InputError(
+            f'{where} holds {visuals[0]} beside its content; in it is needed, as a part {{"type": "image", "image": '
+            '"a.png"}'
+        )
     others = sorted(set(message) - {"role", "content"})
     if others:
         warn(f"{where}: {', '.join(others)} counts only where the checkpoint's chat template reads it")
     content = message["content"]
-    if not isinstance(content, list):
+    for number, part in enumerate(content if isinstance(content, list) else (), start=1):
+        _say_unused(part, PART_KEYS[str(part_type(part))], f"{where}, part {number}", warn)
+
+
+def _one_text(message: Message) -> Message:
+    """A message with its text parts joined, as the model's own template would, unless there are others among them."""
+    content = message["content"]
+    if not isinstance(content, list) or any(part_type(part) != "text" for part in content):
         return message
-    for number, part in enumerate(content, start=1):
-        _say_unused(part, ("type", "text"), f"{where}, part {number}", warn)
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _say_unused(table: dict[str, object], used: tuple[str, ...], where: str, warn: Say) -> None:
     unused = sorted(set(table) - set(used))
     if unused:
-        warn(f"{where}: only {' and '.join(used)} is used, not {', '.join(unused)}")
+        listed = " and ".join(filter(None, (", ".join(used[:-1]), used[-1])))
+        warn(f"{where}: only {listed} is used, not {', '.join(unused)}")

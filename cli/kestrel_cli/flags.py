@@ -5,15 +5,19 @@ Text, so that a flag, a variable and a profile are read by the same parser and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from kestrel_cli.output import Output
+from kestrel_cli.settings import Raw
 
-Given = Mapping[str, str | bool]
+Given = Mapping[str, Raw]
+
+VISUAL_ORDER = "visual_order"
+"""Where a parsed command line keeps which of --image and --video came when."""
 
 PROMPT_HELP = (
     "What to ask, in quotes where it has blanks. - reads standard input, be it empty; without PROMPT standard input is "
@@ -26,7 +30,31 @@ Messages = Annotated[
     str | None,
     typer.Option("--messages", metavar="FILE", help="A conversation as JSON: a list, or an object with messages."),
 ]
-Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")]
+Image = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="A picture, put before the text; again for more. Pictures and videos stay in the order given.",
+    ),
+]
+Video = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--video",
+        metavar="FILE|DIR",
+        help="A video, put before the text: a file (needs PyAV), or a folder of frames, of which none is left out.",
+    ),
+]
+Fps = Annotated[
+    str | None,
+    typer.Option(
+        "--fps",
+        metavar="N",
+        help="Frames a second: to take of a video file, or what a folder of frames has.  [default: the checkpoint's]",
+    ),
+]
+RawSwitch = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")]
 Ids = Annotated[str | None, typer.Option("--ids", metavar="1,2,3", help="The prompt as token ids.")]
 MaxNewTokens = Annotated[
     str | None, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.  [default: 256]")
@@ -207,11 +235,16 @@ class Invocation:
     given: Given
 
 
-def given(params: Mapping[str, object]) -> Given:
-    """What was on the command line: the texts, the switches that were turned, and nothing that was left alone."""
+def given(params: Mapping[str, object], order: Sequence[str] = ()) -> Given:
+    """What was on the command line: the texts, the switches that were turned, and nothing that was left alone.
+
+    `order` names the options that may be repeated, one entry for each time.
+    """
     negatable = ("lazy", "ignore_eos")
-    return {
-        name: value
-        for name, value in params.items()
-        if isinstance(value, str) or value is True or (value is False and name in negatable)
-    }
+    found: dict[str, Raw] = {VISUAL_ORDER: tuple(order)} if order else {}
+    for name, value in params.items():
+        if isinstance(value, str) or value is True or (value is False and name in negatable):
+            found[name] = value
+        elif isinstance(value, list | tuple) and value:
+            found[name] = tuple(map(str, value))
+    return found

@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from kestrel_cli import values
-from kestrel_cli.settings import Conflict, Setting, Settings, resolve
+from kestrel_cli.settings import Conflict, Raw, Setting, Settings, resolve
 from kestrel_cli.strays import stray_variables
 from kestrel_cuda.config import DEFAULT_PREFETCH, CacheBudget, EngineConfig, Evict, KvDtype, Policy, Quant
 from kestrel_cuda.errors import SettingError
+from kestrel_cuda.inputs.visual_source import VisualKind
 from kestrel_cuda.profiles import load_profile
 from kestrel_cuda.sizes import parse_size
 
@@ -34,6 +35,10 @@ def _infer(text: str) -> BackendName:
 
 def _show_keep(keep: int | None) -> int | str:
     return "auto" if keep is None else keep or "off"
+
+
+def _show_paths(paths: tuple[str, ...]) -> object:
+    return paths or None
 
 
 def _show_keeps(keeps: tuple[int, ...] | None) -> tuple[int | str, ...] | None:
@@ -105,6 +110,32 @@ PROMPT = Setting[str | None]("prompt", None, "text", str, is_option=False)
 PROMPT_FILE = Setting[Path | None]("prompt_file", None, _FILE, values.file, variable="KESTREL_CUDA_PROMPT_FILE")
 SYSTEM = Setting[str | None]("system", None, "text", str, variable="KESTREL_CUDA_SYSTEM")
 MESSAGES = Setting[Path | None]("messages", None, _FILE, values.file, variable="KESTREL_CUDA_MESSAGES")
+IMAGE = Setting[tuple[str, ...]](
+    "image",
+    (),
+    "the path of a picture",
+    values.single(values.input_path),
+    variable="KESTREL_CUDA_IMAGE",
+    show=_show_paths,
+)
+VIDEO = Setting[tuple[str, ...]](
+    "video",
+    (),
+    "the path of a video or of a folder of frames",
+    values.single(values.input_path),
+    variable="KESTREL_CUDA_VIDEO",
+    show=_show_paths,
+)
+VISUAL_ORDER = Setting[tuple[VisualKind, ...]](
+    "visual_order",
+    (),
+    "image or video",
+    values.single(values.one_of("image", "video")),
+    is_option=False,
+)
+FPS = Setting[float | None](
+    "fps", None, "a number above 0, of frames a second", values.frame_rate, variable="KESTREL_CUDA_FPS"
+)
 RAW = Setting[bool]("raw", False)
 _IDS = "token ids separated by commas, like 1,2,3"
 IDS = Setting[tuple[int, ...] | None]("ids", None, _IDS, values.token_ids, variable="KESTREL_CUDA_IDS")
@@ -158,6 +189,8 @@ DEBUG = Setting[bool]("debug", False)
 _EVERYWHERE = (PROFILE, MODEL, BACKEND, DEVICE, QUANT, KV, VRAM, CACHE_BUDGET, PREFILL_CHUNK)
 _STORED: tuple[Setting[Any], ...] = (STRIP_CACHE, HOST_KEEP)
 _PROMPTS: tuple[Setting[Any], ...] = (PROMPT, PROMPT_FILE, MESSAGES, IDS)
+_VISUALS: tuple[Setting[Any], ...] = (IMAGE, VIDEO, VISUAL_ORDER, FPS)
+_LIMITS: tuple[Setting[Any], ...] = (MIN_PIXELS, MAX_PIXELS, IMAGE_TOKENS)
 _OUTPUT = (JSON, QUIET, DEBUG)
 
 RUN: tuple[Setting[Any], ...] = (
@@ -165,11 +198,13 @@ RUN: tuple[Setting[Any], ...] = (
     *_STORED,
     *(CTX, KEEP, POLICY, PREFETCH, EVICT, LAZY),
     *_PROMPTS,
+    *_VISUALS,
+    *_LIMITS,
     *(SYSTEM, RAW, MAX_NEW_TOKENS, IGNORE_EOS, LOGITS, EXPECT, TABLE),
     *_OUTPUT,
 )
 SELFTEST: tuple[Setting[Any], ...] = (*_EVERYWHERE, *_OUTPUT)
-INSPECT: tuple[Setting[Any], ...] = (PROFILE, MODEL, MIN_PIXELS, MAX_PIXELS, IMAGE_TOKENS, *_OUTPUT)
+INSPECT: tuple[Setting[Any], ...] = (PROFILE, MODEL, *_LIMITS, *_OUTPUT)
 _BENCH = (*_EVERYWHERE, STRIP_CACHE, POLICY, PREFETCH, EVICT, PROMPT_TOKENS, NEW_TOKENS, ROUNDS, SWEEP_KEEP)
 _OF_A_SWEEP: tuple[Setting[Any], ...] = (KEEPS, POLICIES, EVICTS)
 BENCH_ONE: tuple[Setting[Any], ...] = (*_BENCH, KEEP, *_OUTPUT)
@@ -182,6 +217,8 @@ CONFLICTS = (
     Conflict(RAW, IDS, "token ids are taken as they are"),
     Conflict(IDS, SYSTEM, "token ids are the whole prompt"),
     Conflict(MESSAGES, SYSTEM, "a conversation carries its own system message"),
+    Conflict(MESSAGES, IMAGE, "a conversation names its own pictures"),
+    Conflict(MESSAGES, VIDEO, "a conversation names its own videos"),
     Conflict(POLICY, POLICIES, "a sweep has one list of policies"),
     Conflict(EVICT, EVICTS, "a sweep has one list of ways to evict"),
     Conflict(MAX_PIXELS, IMAGE_TOKENS, "both say how large a picture may be"),
@@ -199,7 +236,7 @@ _UNREAD_BY_BENCH: Mapping[Setting[Any], str] = MappingProxyType(
 
 def settle(
     known: tuple[Setting[Any], ...],
-    flags: Mapping[str, str | bool],
+    flags: Mapping[str, Raw],
     variables: Mapping[str, str],
     unread: Mapping[Setting[Any], str] = _NO_UNREAD,
 ) -> Settings:
@@ -228,7 +265,7 @@ def settle(
     return settings
 
 
-def settle_bench(flags: Mapping[str, str | bool], variables: Mapping[str, str]) -> Settings:
+def settle_bench(flags: Mapping[str, Raw], variables: Mapping[str, str]) -> Settings:
     """The settings of `bench`: of one window, or of a sweep. A note says where the other kind's are set."""
     sweeps = SWEEP_KEEP.name in flags
     if sweeps and KEEP.name in flags:

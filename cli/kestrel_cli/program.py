@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from kestrel_cli import signals
 from kestrel_cli.bench import bench
 from kestrel_cli.failures import ExitCode, failure_of
-from kestrel_cli.flags import Invocation
+from kestrel_cli.flags import VISUAL_ORDER, Invocation
 from kestrel_cli.inspect import inspect
 from kestrel_cli.output import PROGRAM, Output, StdoutClosed, error_line, prepare_streams
 from kestrel_cli.run import run
@@ -38,7 +38,10 @@ class Command(TyperCommand):
         if any(parameter.is_eager for parameter in order):
             # Help, whatever stands around it.
             return super().parse_args(ctx, args)
+        ctx.meta[VISUAL_ORDER] = [parameter.name for parameter in order if getattr(parameter, "multiple", False)]
         for parameter in order:
+            if getattr(parameter, "multiple", False):
+                continue
             is_plain_switch = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
             if order.count(parameter) > 1 and not is_plain_switch:
                 names = "/".join([*parameter.opts, *parameter.secondary_opts])

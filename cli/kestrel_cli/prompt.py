@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -12,33 +13,39 @@ from typing import BinaryIO
 from kestrel_cli import options
 from kestrel_cli.conversation import Say, read_conversation
 from kestrel_cli.settings import Settings
+from kestrel_cli.visuals import sources_of
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.messages import Message
+from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.paths import shown_path
 
 BUILT_IN_QUESTION = "What is a residency window, in one sentence?"
+BUILT_IN_VISUAL_QUESTION = "What does this show?"
 _STDIN = Path("-")
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation for the chat template."""
+    """A conversation for the chat template, and the pictures and videos of its messages."""
 
     messages: list[Message]
+    visuals: tuple[VisualSource, ...] = ()
 
 
 @dataclass(frozen=True)
 class RawPrompt:
-    """Text that goes to the tokenizer as it is."""
+    """Text that goes to the tokenizer as it is, and what its image and video tokens stand for."""
 
     text: str
+    visuals: tuple[VisualSource, ...] = ()
 
 
 @dataclass(frozen=True)
 class IdsPrompt:
-    """Token ids that go to the model as they are."""
+    """Token ids that go to the model as they are, and the pictures and videos that are in them at full length."""
 
     ids: list[int]
+    visuals: tuple[VisualSource, ...] = ()
 
 
 Prompt = ChatPrompt | RawPrompt | IdsPrompt
@@ -54,23 +61,33 @@ def read_prompt(settings: Settings, stdin: BinaryIO | None, say: Say, warn: Say)
 
     Raises InputError when a source cannot be read, is not UTF-8, or is empty with --raw.
     """
+    visuals = sources_of(settings)
     ids = settings[options.IDS]
     if ids is not None:
-        return IdsPrompt(list(ids))
+        return IdsPrompt(list(ids), visuals)
     messages_file = settings[options.MESSAGES]
     if messages_file is not None:
-        return ChatPrompt(read_conversation(_file_text(messages_file, stdin, say), shown_path(messages_file), warn))
-    text = _text(settings, stdin, say)
+        text = _file_text(messages_file, stdin, say)
+        return ChatPrompt(*read_conversation(text, shown_path(messages_file), messages_file.parent, warn))
+    text = _text(settings, stdin, say, BUILT_IN_VISUAL_QUESTION if visuals else BUILT_IN_QUESTION)
     if settings[options.RAW]:
         if not text:
             raise InputError("the prompt is empty; --raw needs at least one character")
-        return RawPrompt(text)
+        return RawPrompt(text, visuals)
     system = settings[options.SYSTEM]
     messages = [] if system is None else [_message("system", _unicode(system, "the system message"))]
-    return ChatPrompt([*messages, _message("user", text)])
+    return ChatPrompt([*messages, _question(text, visuals)], visuals)
 
 
-def _text(settings: Settings, stdin: BinaryIO | None, say: Say) -> str:
+def _question(text: str, visuals: Sequence[VisualSource]) -> Message:
+    if not visuals:
+        return _message("user", text)
+    # No paths: a template needs none, and a path may be no valid Unicode.
+    parts: list[dict[str, str]] = [{"type": visual.kind, visual.kind: ""} for visual in visuals]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def _text(settings: Settings, stdin: BinaryIO | None, say: Say, question: str) -> str:
     argument, file = settings[options.PROMPT], settings[options.PROMPT_FILE]
     if argument is not None and argument != "-":
         return _unicode(argument, "the prompt")
@@ -81,8 +98,8 @@ def _text(settings: Settings, stdin: BinaryIO | None, say: Say) -> str:
     text = _stdin_text(stdin, say) if stdin is not None and not stdin.isatty() else ""
     if text:
         return text
-    say(f"no prompt given; asking: {BUILT_IN_QUESTION}")
-    return BUILT_IN_QUESTION
+    say(f"no prompt given; asking: {question}")
+    return question
 
 
 def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:

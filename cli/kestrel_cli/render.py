@@ -131,10 +131,11 @@ class Screen:
         if len(shown) < len(tokens):
             self.note(f"the last {len(shown)} of {len(tokens)} tokens; --table all shows every one")
 
-    def summary(self, load: LoadReport, run: RunReport) -> None:
-        """What the run took and moved."""
+    def summary(self, load: LoadReport, run: RunReport, visuals: str | None = None) -> None:
+        """What the run took and moved; `visuals` says it of its pictures."""
         timing, residency = run.timing, run.residency
-        facts = [
+        facts = [("pictures", f"{visuals} to read and encode")] if visuals else []
+        facts += [
             ("prompt", f"{len(run.prompt_ids)} tokens, {timing.prefill_ms:.1f} ms"),
             ("answer", f"{len(run.ids)} tokens, ended by {run.stop_reason}"),
         ]

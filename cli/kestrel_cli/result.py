@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kestrel_cli import options
 from kestrel_cli.heard import Heard
 from kestrel_cli.settings import Settings
+from kestrel_cli.visuals import Visuals
 from kestrel_cuda import __version__
 from kestrel_cuda.report import LoadReport, RunReport
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from kestrel_cuda.inputs.inspection import Inspection
 
 
-def run_result(load: LoadReport, run: RunReport, settings: Settings, heard: Heard) -> dict[str, object]:
+def run_result(
+    load: LoadReport, run: RunReport, visuals: Visuals, settings: Settings, heard: Heard
+) -> dict[str, object]:
     """Everything a run says, in plain JSON types."""
     return {
         "version": __version__,
@@ -26,6 +29,9 @@ def run_result(load: LoadReport, run: RunReport, settings: Settings, heard: Hear
         "device": load.device,
         "prompt_ids": list(run.prompt_ids),
         "n_prompt": len(run.prompt_ids),
+        **visuals.as_json(),
+        "rope_delta": run.rope_delta,
+        "max_position": len(run.prompt_ids) + run.rope_delta - 1,
         "ids": list(run.ids),
         "text": run.text,
         "stop_reason": run.stop_reason,

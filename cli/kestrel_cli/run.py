@@ -17,6 +17,7 @@ from kestrel_cli.output import Output, StdoutClosed, error_object
 from kestrel_cli.prompt import ChatPrompt, IdsPrompt, Prompt, RawPrompt, read_prompt, standard_input
 from kestrel_cli.result import run_result
 from kestrel_cli.settings import Settings
+from kestrel_cli.visuals import Visuals
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckFailed, InternalError
 from kestrel_cuda.report import RunReport, Token
@@ -34,7 +35,13 @@ def run(
     prompt_file: flags.PromptFile = None,
     system: flags.System = None,
     messages: flags.Messages = None,
-    raw: flags.Raw = False,
+    image: flags.Image = None,
+    video: flags.Video = None,
+    fps: flags.Fps = None,
+    min_pixels: flags.MinPixels = None,
+    max_pixels: flags.MaxPixels = None,
+    image_tokens: flags.ImageTokens = None,
+    raw: flags.RawSwitch = False,
     ids: flags.Ids = None,
     max_new_tokens: flags.MaxNewTokens = None,
     ignore_eos: flags.IgnoreEos = None,
@@ -66,7 +73,7 @@ def run(
     Prints the text as it is generated, then one line TOKIDS with every token id, an end token's too. A run that is
     interrupted prints what it has, with --json the whole object, and exits with 130 (Ctrl-C) or 143 (SIGTERM).
     """
-    return flags.Invocation(answer, flags.given(context.params))
+    return flags.Invocation(answer, flags.given(context.params, context.meta.get(flags.VISUAL_ORDER, ())))
 
 
 def answer(given: flags.Given, variables: Mapping[str, str], output: Output) -> None:
@@ -83,7 +90,8 @@ def answer(given: flags.Given, variables: Mapping[str, str], output: Output) -> 
         if logits_path is not None:
             logits_file.check_writable(logits_path)
         with closing(open_engine(options.run_config(settings))) as engine:
-            _answer(engine, _encode(engine, prompt), settings, screen, heard, output)
+            visuals = Visuals.open(engine, prompt.visuals, settings, heard)
+            _answer(engine, _encode(engine, prompt, visuals), visuals, settings, screen, heard, output)
 
 
 def open_engine(config: EngineConfig) -> Engine:
@@ -94,20 +102,26 @@ def open_engine(config: EngineConfig) -> Engine:
     return Engine.open(config)
 
 
-def _encode(engine: Engine, prompt: Prompt) -> list[int]:
+def _encode(engine: Engine, prompt: Prompt, visuals: Visuals) -> list[int]:
     match prompt:
         case ChatPrompt(messages):
-            return engine.encode_chat(messages)
+            return engine.encode_chat(messages, visuals.opened)
         case RawPrompt(text):
-            return engine.encode_raw(text)
+            return engine.encode_raw(text, visuals.opened)
         case IdsPrompt(ids):
-            return engine.check_ids(ids)
+            return engine.check_ids(ids, visuals.opened)
 
 
 def _answer(
-    engine: Engine, prompt_ids: list[int], settings: Settings, screen: Screen, heard: Heard, output: Output
+    engine: Engine,
+    prompt_ids: list[int],
+    visuals: Visuals,
+    settings: Settings,
+    screen: Screen,
+    heard: Heard,
+    output: Output,
 ) -> None:
-    context = context_of(settings, len(prompt_ids), engine.checkpoint.config.text.max_positions)
+    context = context_of(settings, len(prompt_ids), engine.checkpoint.config.text.max_positions, visuals)
     with screen.progress() as on_progress:
         load = engine.load(
             context.num_slots, len(prompt_ids), on_progress, collects_logits=_logits_wanted(settings) != "none"
@@ -118,8 +132,13 @@ def _answer(
     if context.warning:
         heard.warn(context.warning)
 
+    encoded = visuals.encode(engine)
     generation = engine.generate(
-        prompt_ids, context.max_new_tokens, settings[options.IGNORE_EOS], logits=_logits_wanted(settings)
+        prompt_ids,
+        context.max_new_tokens,
+        settings[options.IGNORE_EOS],
+        logits=_logits_wanted(settings),
+        encoded=encoded,
     )
     tokens, ended_by = _stream(generation, output)
     # From here on a signal waits: what the run has is printed before it ends.
@@ -133,13 +152,13 @@ def _answer(
         elif settings[options.LOGITS] is not None:
             how = "was interrupted" if run.stop_reason == "interrupt" else "broke off"
             heard.warn(f"{settings[options.LOGITS]}: not written, the run {how}")
-        result = run_result(load, run, settings, heard)
+        result = run_result(load, run, visuals, settings, heard)
         if ended_by is not None and run.stop_reason != "interrupt":
             failure = failure_of(ended_by)
             result["error"] = error_object(failure.kind, failure.message)
         output.result(result)
         screen.table(tokens, load.eos_ids, settings[options.TABLE])
-        screen.summary(load, run)
+        screen.summary(load, run, visuals.summary())
     if ended_by is not None:
         raise ended_by
 

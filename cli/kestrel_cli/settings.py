@@ -19,6 +19,8 @@ from kestrel_cuda.profiles import Profile
 from kestrel_cuda.sizes import TooLarge
 
 T = TypeVar("T")
+Raw = str | bool | tuple[str, ...]
+"""What a source holds for a setting, unread: a text, a switch, or the texts of a flag that may be repeated."""
 
 _MOST_QUOTED = 100
 
@@ -28,8 +30,9 @@ class Setting(Generic[T]):
     """One setting. `parse` turns its text into a value or raises ValueError; `takes` says what that text may be.
 
     A setting without `parse` is a switch. `variable` is read when no flag was given, `parse_variable` where it speaks
-    other words than the flag. An empty variable is no wish, with `blank_is_unset` a blank one neither. What is no
-    option of its own (the prompt, say) is left out of reports.
+    other words than the flag. An empty variable is no wish, with `blank_is_unset` a blank one neither. Where a flag may
+    be repeated, `parse` gives a tuple, and the value is those of every flag joined. What is no option of its own (the
+    prompt, say) is left out of reports.
     """
 
     name: str
@@ -58,7 +61,7 @@ class _Rank(IntEnum):
 class _Given:
     """What one source holds for a setting, unread. `label` is how a message names it."""
 
-    raw: str | bool
+    raw: Raw
     rank: _Rank
     source: str
     label: str
@@ -136,7 +139,7 @@ class Conflict:
 def resolve(
     known: Sequence[Setting[Any]],
     conflicts: Sequence[Conflict],
-    flags: Mapping[str, str | bool],
+    flags: Mapping[str, Raw],
     variables: Mapping[str, str],
     profile: Profile | None,
     unread: Mapping[Setting[Any], str] = MappingProxyType({}),
@@ -166,7 +169,7 @@ def resolve(
 
 
 def _find(
-    setting: Setting[Any], flags: Mapping[str, str | bool], variables: Mapping[str, str], profile: Profile | None
+    setting: Setting[Any], flags: Mapping[str, Raw], variables: Mapping[str, str], profile: Profile | None
 ) -> _Given | None:
     if setting.name in flags:
         return _Given(flags[setting.name], _Rank.FLAG, "flag", setting.flag)
@@ -189,14 +192,20 @@ def _read(setting: Setting[Any], given: _Given) -> _Resolved:
         parse, takes = setting.parse_variable, setting.variable_takes
     if parse is None and isinstance(given.raw, bool):
         return _Resolved(given.raw, given.source, given.label)
-    try:
-        if parse is None or isinstance(given.raw, bool):
-            raise ValueError
-        return _Resolved(parse(given.raw), given.source, given.label)
-    except TooLarge as error:
-        raise SettingError(f"{given.label} holds {_quoted(given.raw)}, {error}; it takes {takes}") from error
-    except ValueError as error:
-        raise SettingError(f"{given.label} holds {_quoted(given.raw)}; it takes {takes}") from error
+
+    def value_of(raw: str | bool) -> Any:
+        try:
+            if parse is None or isinstance(raw, bool):
+                raise ValueError
+            return parse(raw)
+        except TooLarge as error:
+            raise SettingError(f"{given.label} holds {_quoted(raw)}, {error}; it takes {takes}") from error
+        except ValueError as error:
+            raise SettingError(f"{given.label} holds {_quoted(raw)}; it takes {takes}") from error
+
+    if isinstance(given.raw, tuple):
+        return _Resolved(tuple(item for raw in given.raw for item in value_of(raw)), given.source, given.label)
+    return _Resolved(value_of(given.raw), given.source, given.label)
 
 
 def _is_default(setting: Setting[Any], given: _Given) -> bool:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from kestrel_cuda.inputs.visual_source import MOST_FPS
 from kestrel_cuda.sizes import TooLarge, parse_size
 
 _DIGITS = re.compile(r"[0-9]+")
+_DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 _MOST_DIGITS = 18  # what an int64 holds, whatever they are
 
 Word = TypeVar("Word", bound=str)
@@ -87,6 +89,15 @@ def distinct(parse: Callable[[str], Item]) -> Callable[[str], tuple[Item, ...]]:
     return parse_list
 
 
+def single(parse: Callable[[str], Item]) -> Callable[[str], tuple[Item, ...]]:
+    """A parser of one of several that come each in its own flag."""
+
+    def parse_one(text: str) -> tuple[Item, ...]:
+        return (parse(text),)
+
+    return parse_one
+
+
 def file(text: str) -> Path:
     """The path of a file, `-` for a standard stream. Raises ValueError for one that can only be a folder's."""
     if text.endswith(("/", "/.", "/..")) or text in (".", ".."):
@@ -99,6 +110,19 @@ def named_file(text: str) -> Path:
     if text == "-":
         raise ValueError(text)
     return file(text)
+
+
+def input_path(text: str) -> str:
+    """A path as it was typed, so that a message shows it so and knows a URL. Raises ValueError as `path` does."""
+    expanded = path(text)
+    return str(expanded) if text.startswith("~") else text
+
+
+def frame_rate(text: str) -> float:
+    """Frames a second: a plain decimal number above 0."""
+    if not _DECIMAL.fullmatch(text) or not 0 < float(text) <= MOST_FPS:
+        raise ValueError(text)
+    return float(text)
 
 
 def non_blank(text: str) -> str:

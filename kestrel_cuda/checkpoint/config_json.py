@@ -42,7 +42,13 @@ def read_config(path: Path) -> ModelConfig:
         video_token_id=None if vision is None else root.integer("video_token_id"),
         eos_ids=tuple(dict.fromkeys(text.ids("eos_token_id") + root.ids("eos_token_id"))),
         defaults_used=tuple(defaults),
+        vision_start_token_id=_token_id(root, "vision_start_token_id"),
+        vision_end_token_id=_token_id(root, "vision_end_token_id"),
     )
+
+
+def _token_id(root: JsonObject, key: str) -> int | None:
+    return root.integer(key) if key in root else None
 
 
 def _check_architecture(root: JsonObject) -> None:

@@ -8,11 +8,20 @@ from itertools import chain
 from typing import Any
 
 from kestrel_cuda.errors import InputError
+from kestrel_cuda.inputs.placeholders import Piece
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import Tokenizer, half_character
 from kestrel_cuda.inputs.vocabulary import check_encoded, check_vocabulary, end_ids
 
-__all__ = ["ChatTemplate", "check_encoded", "check_vocabulary", "encode_chat", "end_ids"]
+__all__ = [
+    "ChatTemplate",
+    "chat_pieces",
+    "check_encoded",
+    "check_vocabulary",
+    "encode_chat",
+    "encode_pieces",
+    "end_ids",
+]
 
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -26,6 +35,29 @@ def encode_chat(
     **flags: object,
 ) -> list[int]:
     """Ids of the rendered conversation; no added token is made from a string of `messages` or `tools`.
+
+    A picture or a video is the one token that the template gives it. Raises InputError as `render` does.
+    """
+    return encode_pieces(tokenizer, chat_pieces(template, tokenizer, messages, add_generation_prompt, tools, **flags))
+
+
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> list[int]:
+    """Ids of a prompt in pieces, whose texts are text and nothing else."""
+    ids: list[int] = []
+    for piece in pieces:
+        ids += [piece] if isinstance(piece, int) else tokenizer.encode_plain(piece)
+    return ids
+
+
+def chat_pieces(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[object] | None = None,
+    **flags: object,
+) -> list[Piece]:
+    """The rendered conversation as ids of added tokens and the texts between them.
 
     Added tokens come from the template alone. Everything between two of them is encoded together, so that the ids
     of ordinary text are Hugging Face's. A template that searches a message for an added token (as the Thinking
@@ -45,10 +77,7 @@ def encode_chat(
             f"the chat template ({template.source}) gives text that is not valid Unicode ({found} is half a "
             "character); take the template of the original checkpoint"
         )
-    ids: list[int] = []
-    for piece in tokenizer.split(rendered):
-        ids += [piece] if isinstance(piece, int) else tokenizer.encode_plain(mask.restore(piece))
-    return ids
+    return [piece if isinstance(piece, int) else mask.restore(piece) for piece in tokenizer.split(rendered)]
 
 
 class _Mask:

@@ -7,6 +7,7 @@ resizes frames by torch, Pillow does it here: at most two of 255 levels apart, i
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,26 @@ LEAST_FRAMES = 2
 
 
 @dataclass(frozen=True)
-class Frames:
-    """Frames of one size, in order. `indices` are their numbers in a video of `fps` frames a second."""
+class Video:
+    """Frames of `height` x `width`, each resized to `size`.
 
-    path: str
-    pictures: tuple[Picture, ...]
+    `indices` are their numbers among the `num_source_frames` of a video of `fps` frames a second; `notes` say what was
+    done to them.
+    """
+
+    height: int
+    width: int
+    size: ImageSize
+    frames_hwc: tuple[NDArray[np.uint8], ...]
     indices: tuple[int, ...]
+    num_source_frames: int
     fps: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def taken_fps(self) -> float:
+        """Frames taken for each second of the video."""
+        return self.fps * len(self.indices) / self.num_source_frames
 
 
 def frame_files(folder: Path) -> list[Path]:
@@ -42,18 +56,43 @@ def frame_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: [(len(part), part) if part.isdigit() else (0, part) for part in _parts(file)])
 
 
-def open_frames(files: Sequence[Path | str], fps: float, where: str) -> Frames:
-    """The frames in picture files, none left out. Raises InputError, which calls the video `where`, unless they fit."""
+def open_frames(files: Sequence[Path | str], fps: float, where: str, rules: VideoProcessorConfig) -> Video:
+    """The video of the frames in picture files, none left out. Raises InputError, which calls the video `where`."""
     check_frame_count(len(files), where)
-    pictures = tuple(open_picture(file) for file in files)
-    first = pictures[0]
+    return take_frames(map(open_picture, files), range(len(files)), len(files), fps, where, rules)
+
+
+def take_frames(
+    pictures: Iterable[Picture],
+    indices: Sequence[int],
+    num_source_frames: int,
+    fps: float,
+    where: str,
+    rules: VideoProcessorConfig,
+) -> Video:
+    """The video of as many pictures as there are indices; each is resized as it comes, and then let go.
+
+    Raises InputError, which calls the video `where`, unless they are of one size that a video may have.
+    """
+    first: Picture | None = None
+    frames_hwc: list[NDArray[np.uint8]] = []
+    done: Counter[str] = Counter()
     for picture in pictures:
+        if first is None:
+            first = picture
+            size = video_size(len(indices), first.height, first.width, rules, where)
         if (picture.height, picture.width) != (first.height, first.width):
             raise InputError(
                 f"{where}: {picture.path} is {picture.height} x {picture.width} pixels (height x width), "
                 f"{first.path} is {first.height} x {first.width}; frames of one size are needed"
             )
-    return Frames(where, pictures, tuple(range(len(pictures))), fps)
+        frames_hwc.append(resize(picture.rgb, size))
+        done.update(picture.notes)
+    assert first is not None
+    assert len(frames_hwc) == len(indices)
+    notes = tuple(f"{count} of {len(indices)} frames: {note}" for note, count in done.items())
+    height, width = first.height, first.width
+    return Video(height, width, size, tuple(frames_hwc), tuple(indices), num_source_frames, fps, notes)
 
 
 def check_frame_count(num_frames: int, where: str) -> None:
@@ -76,13 +115,11 @@ def video_size(num_frames: int, height: int, width: int, rules: VideoProcessorCo
     return size_of(-(-num_frames // frames_a_patch), *resized, rules)
 
 
-def video_patches(frames: Frames, rules: VideoProcessorConfig) -> Patches:
+def video_patches(video: Video, rules: VideoProcessorConfig) -> Patches:
     """The patches of a video; the last frame is repeated where a temporal patch is not full."""
-    first = frames.pictures[0]
-    size = video_size(len(frames.pictures), first.height, first.width, rules, frames.path)
-    resized: list[NDArray[np.uint8]] = [resize(picture.rgb, size) for picture in frames.pictures]
-    resized += [resized[-1]] * (size.grid_thw[0] * rules.temporal_patch_size - len(resized))
-    return Patches(cut(resized, size, rules, _values(rules)), size)
+    num_padded = video.size.grid_thw[0] * rules.temporal_patch_size
+    frames_hwc = [*video.frames_hwc, *[video.frames_hwc[-1]] * (num_padded - len(video.frames_hwc))]
+    return Patches(cut(frames_hwc, video.size, rules, _values(rules)), video.size)
 
 
 def _values(rules: VideoProcessorConfig) -> NDArray[np.float32]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kestrel_cuda.config import ImageProcessorConfig
 from kestrel_cuda.errors import InputError, SettingError
@@ -11,6 +13,18 @@ from kestrel_cuda.errors import InputError, SettingError
 MAX_ASPECT_RATIO = 200
 MAX_TOKENS = 262_144
 """The most tokens that limits may allow a picture: as many positions as the model family has."""
+
+
+class LimitNames(NamedTuple):
+    """What messages call the limits, and whose limits hold where none is chosen."""
+
+    min_pixels: str = "--min-pixels"
+    max_pixels: str = "--max-pixels"
+    image_tokens: str = "--image-tokens"
+    otherwise: str = "the checkpoint"
+
+
+FLAGS = LimitNames()
 
 
 @dataclass(frozen=True)
@@ -69,32 +83,36 @@ def with_limits(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     image_tokens: int | None = None,
+    names: LimitNames = FLAGS,
 ) -> ImageProcessorConfig:
     """`rules` with the limits that a user chose; `image_tokens` is `max_pixels` counted in tokens.
 
-    Raises SettingError, which calls them by their flags, for limits that leave no size to take.
+    Raises SettingError, which calls them by `names`, for limits that leave no size to take.
     """
     per_token = rules.pixels_per_token
     if max_pixels is not None and image_tokens is not None:
-        raise SettingError("--max-pixels and --image-tokens contradict each other: both say how large a picture may be")
+        raise SettingError(
+            f"{names.max_pixels} and {names.image_tokens} contradict each other: both say how large a picture may be"
+        )
     most = max_pixels if image_tokens is None else image_tokens * per_token
     if image_tokens is not None:
-        _check_range("--image-tokens", image_tokens, 1, MAX_TOKENS, "one token")
+        _check_range(names.image_tokens, image_tokens, 1, MAX_TOKENS, "one token")
     elif max_pixels is not None:
-        _check_range("--max-pixels", max_pixels, per_token, MAX_TOKENS * per_token, "one token's pixels")
+        _check_range(names.max_pixels, max_pixels, per_token, MAX_TOKENS * per_token, "one token's pixels")
     if min_pixels is not None:
-        _check_range("--min-pixels", min_pixels, 1, MAX_TOKENS * per_token, "one pixel")
+        _check_range(names.min_pixels, min_pixels, 1, MAX_TOKENS * per_token, "one pixel")
     chosen = replace(
         rules,
         min_pixels=rules.min_pixels if min_pixels is None else min_pixels,
         max_pixels=rules.max_pixels if most is None else most,
     )
     if chosen.min_pixels > chosen.max_pixels:
-        least_from = "--min-pixels" if min_pixels is not None else "the checkpoint"
-        most_from = "the checkpoint" if most is None else "--max-pixels" if image_tokens is None else "--image-tokens"
+        least_from = names.otherwise if min_pixels is None else names.min_pixels
+        chosen_most = names.max_pixels if image_tokens is None else names.image_tokens
+        most_from = names.otherwise if most is None else chosen_most
         raise SettingError(
             f"pictures are to have {chosen.min_pixels} pixels at least ({least_from}) and {chosen.max_pixels} at most "
-            f"({most_from}); lower --min-pixels, or raise --max-pixels or --image-tokens"
+            f"({most_from}); lower {names.min_pixels}, or raise {names.max_pixels} or {names.image_tokens}"
         )
     return chosen
 
@@ -104,20 +122,29 @@ def halving_tokens(height: int, width: int, rules: ImageProcessorConfig) -> int 
 
     None where no limit of at least `min_pixels` does that.
     """
-    half = image_size(height, width, rules).num_tokens // 2
+    return fitting_tokens([(height, width)], image_size(height, width, rules).num_tokens // 2, rules)
+
+
+def fitting_tokens(sizes_hw: Sequence[tuple[int, int]], most: int, rules: ImageProcessorConfig) -> int | None:
+    """The largest --image-tokens at which pictures that take more than `most` tokens together take at most that.
+
+    None where no limit of at least `min_pixels` does that.
+    """
     least = math.ceil(rules.min_pixels / rules.pixels_per_token)
 
-    def halves(num_tokens: int) -> bool:
-        limited = replace(rules, max_pixels=num_tokens * rules.pixels_per_token)
-        return image_size(height, width, limited).num_tokens <= half
+    def num_tokens(limited: ImageProcessorConfig) -> int:
+        return sum(image_size(height, width, limited).num_tokens for height, width in sizes_hw)
+
+    def fits(image_tokens: int) -> bool:
+        return num_tokens(replace(rules, max_pixels=image_tokens * rules.pixels_per_token)) <= most
 
     # Tokens never fall as the limit grows, and at `high` nothing is limited that is not limited now.
-    low, high = max(1, least), max(2 * half + 2, rules.max_pixels // rules.pixels_per_token + 1)
-    if not halves(low):
+    low, high = max(1, least), max(num_tokens(rules) + 2, rules.max_pixels // rules.pixels_per_token + 1)
+    if not fits(low):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if halves(middle) else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 

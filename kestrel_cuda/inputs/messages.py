@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from kestrel_cuda.checkpoint.json_file import shown
 from kestrel_cuda.errors import InputError
+from kestrel_cuda.inputs.visual_source import MOST_FPS, VisualKind, VisualSource, is_url
 
 Message = dict[str, object]
 
 ROLES = ("system", "user", "assistant", "tool")
-_PICTURE_KEYS = ("image", "image_url", "video", "video_url", "input_image", "input_video", "images", "videos")
+PART_KEYS = {
+    "text": ("type", "text"),
+    "image": ("type", "image", "min_pixels", "max_pixels"),
+    "video": ("type", "video", "fps"),
+}
+"""What counts in a part of each type."""
+
+_VISUAL_KINDS: tuple[VisualKind, ...] = ("image", "video")
+_OTHER_FORMS = ("image_url", "video_url", "input_image", "input_video", "images", "videos")
+_EXAMPLES = {
+    "text": '{"type": "text", "text": "..."}',
+    "image": '{"type": "image", "image": "a.png"}',
+    "video": '{"type": "video", "video": "a.mp4"} (or a folder, or a list of frames)',
+}
 
 
 def check_messages(value: object, where: str = "the conversation") -> list[Message]:
@@ -30,6 +48,44 @@ def check_messages(value: object, where: str = "the conversation") -> list[Messa
     return value
 
 
+def take_visuals(messages: Sequence[Message], folder: Path) -> tuple[list[Message], tuple[VisualSource, ...]]:
+    """Checked messages whose pictures and videos are bare parts, as a template needs them, and those in their order.
+
+    Paths are taken from `folder` on.
+    """
+    sources: list[VisualSource] = []
+
+    def bare(part: dict[str, Any]) -> dict[str, Any]:
+        kind = part_type(part)
+        for visual in _VISUAL_KINDS:
+            if kind == visual:
+                sources.append(_source(visual, part, folder))
+                return {"type": kind, kind: ""}
+        return part
+
+    taken: list[Message] = []
+    for message in messages:
+        content = message["content"]
+        taken.append({**message, "content": [bare(part) for part in content]} if isinstance(content, list) else message)
+    return taken, tuple(sources)
+
+
+def part_type(part: dict[str, Any]) -> object:
+    """What a part says it is, or what it holds."""
+    return part.get("type", next((kind for kind in _VISUAL_KINDS if kind in part), "text"))
+
+
+def _source(kind: VisualKind, part: dict[str, Any], folder: Path) -> VisualSource:
+    def located(path: str) -> str:
+        return path if is_url(path) else str(folder / path)
+
+    named = part[kind]
+    path = located(named) if isinstance(named, str) else tuple(map(located, named))
+    if kind == "video":
+        return VisualSource(kind, path, fps=part.get("fps"))
+    return VisualSource(kind, path, min_pixels=part.get("min_pixels"), max_pixels=part.get("max_pixels"))
+
+
 def _check_message(message: object, where: str) -> None:
     if not isinstance(message, dict):
         raise InputError(f"{where} is {_kind(message)}; an object with role and content is needed")
@@ -41,21 +97,48 @@ def _check_message(message: object, where: str) -> None:
         return
     if not isinstance(content, list):
         found = f"content that is {_kind(content)}" if "content" in message else "no content"
-        raise InputError(f"{where} ({role}) has {found}; text or a list of text parts is needed")
+        raise InputError(f"{where} ({role}) has {found}; text or a list of parts is needed")
     for number, part in enumerate(content, start=1):
         _check_part(part, f"{where} ({role}), part {number},")
 
 
 def _check_part(part: object, where: str) -> None:
     if not isinstance(part, dict):
-        raise InputError(f'{where} is {_kind(part)}; an object like {{"type": "text", "text": "..."}} is needed')
-    kind = part.get("type", "text")
-    pictures = [key for key in _PICTURE_KEYS if key in part or kind == key]
-    if pictures:
-        raise InputError(f"{where} is a picture or video ({pictures[0]}); pictures are not supported yet, only text")
-    if kind != "text" or not isinstance(part.get("text"), str):
-        found = f"type {shown(kind)} with text {_kind(part.get('text'))}"
-        raise InputError(f'{where} has {found}; an object like {{"type": "text", "text": "..."}} is needed')
+        raise InputError(f"{where} is {_kind(part)}; an object like {_EXAMPLES['text']} is needed")
+    kind = part_type(part)
+    others = [key for key in _OTHER_FORMS if key in part or kind == key]
+    if others:
+        form = "video" if "video" in others[0] else "image"
+        raise InputError(f"{where} holds {others[0]}, which is not read; files are, as {_EXAMPLES[form]}")
+    if kind not in ("text", *_VISUAL_KINDS):
+        raise InputError(f"{where} has type {shown(kind)}; types are text, image and video")
+    strays = [visual for visual in _VISUAL_KINDS if visual in part and visual != kind]
+    if strays:
+        raise InputError(
+            f"{where} has type {shown(kind)} and holds {strays[0]}; a part is one of them, in its own object"
+        )
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise InputError(f"{where} has text that is {_kind(part.get('text'))}; {_EXAMPLES['text']} is needed")
+        return
+    named = part.get(kind)
+    listed = named if kind == "video" and isinstance(named, list) and named else [named]
+    if not all(isinstance(path, str) and path.strip() and "\0" not in path for path in listed):
+        raise InputError(f"{where} has no path for {kind}; {_EXAMPLES[kind]} is needed")
+    if kind == "video":
+        _check_fps(part.get("fps"), where)
+        return
+    for key in ("min_pixels", "max_pixels"):
+        limit = part.get(key)
+        if limit is not None and not (isinstance(limit, int) and not isinstance(limit, bool) and limit > 0):
+            raise InputError(f"{where} has {key} {shown(limit)}; a whole number of at least 1 is needed")
+
+
+def _check_fps(fps: object, where: str) -> None:
+    if fps is None:
+        return
+    if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps <= MOST_FPS:
+        raise InputError(f"{where} has fps {shown(fps)}; a number above 0 is needed, of frames a second")
 
 
 def _kind(value: object) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from kestrel_cuda.checkpoint.files import NotAFileError, open_plain, printable
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.signatures import other_kind, picture_kind
+from kestrel_cuda.inputs.visual_source import refuse_url
 from kestrel_cuda.paths import shown_path
 
 MAX_PICTURE_PIXELS = 178_956_970
@@ -30,7 +30,6 @@ READ_FORMATS = "PNG, JPEG, WebP, GIF, TIFF, BMP, AVIF, JPEG 2000 or PNM"
 # Named one by one: some of Pillow's others start a program (EPS) or take any bytes for theirs (TGA).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PPM")
 
-_URL = re.compile(r"(?i)(https?|ftps?|file|s3|gs|hf|data):")
 _ORIENTATIONS = {
     2: "mirrored left to right",
     3: "turned by 180°",
@@ -67,10 +66,9 @@ class Picture:
 def open_picture(source: Path | str) -> Picture:
     """The picture in a file. Raises InputError, one line with the path, where there is none that can be used."""
     path = str(source)
-    if _URL.match(path):
-        raise InputError(f"{printable(path)} is a URL, and only files are read; download it and give the file's path")
+    refuse_url(path)
     # What Pillow warns of is either an error here or no concern of the user's.
-    with _opened(path) as file, warnings.catch_warnings():
+    with open_input(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         start = file.read(_START_BYTES)
         if not start:
@@ -82,16 +80,17 @@ def open_picture(source: Path | str) -> Picture:
             return _picture(path, image)
 
 
-def _opened(path: str) -> BinaryIO:
+def open_input(path: str, what: str = "picture") -> BinaryIO:
+    """A plain file, open for reading. Raises InputError, one line that says what there is instead of `what`."""
     try:
         return open_plain(path)
     except NotAFileError as error:
-        raise InputError(f"{shown_path(path)} {error.strerror}; the path of a picture file is needed") from error
+        raise InputError(f"{shown_path(path)} {error.strerror}; the path of a {what} file is needed") from error
     except FileNotFoundError as error:
-        what = "is a link to a file that does not exist" if Path(path).is_symlink() else "does not exist"
-        raise InputError(f"{shown_path(path)} {what}; check the path of the picture") from error
+        found = "is a link to a file that does not exist" if Path(path).is_symlink() else "does not exist"
+        raise InputError(f"{shown_path(path)} {found}; check the path of the {what}") from error
     except ValueError as error:
-        raise InputError(f"{printable(path)} is no path ({error}); the path of a picture file is needed") from error
+        raise InputError(f"{printable(path)} is no path ({error}); the path of a {what} file is needed") from error
     except OSError as error:
         do = "allow this user to read it" if error.errno in (errno.EACCES, errno.EPERM) else "check the path"
         raise InputError(f"{shown_path(path)} cannot be read: {error.strerror}; {do}") from error

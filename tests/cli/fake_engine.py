@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kestrel_cuda.config import EngineConfig
+from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.report import LoadReport, ResidencyReport, RunReport, TimingReport, Token
 
 END_ID = 99
@@ -44,15 +45,20 @@ class FakeEngine:
     def checkpoint(self) -> Any:
         return SimpleNamespace(config=SimpleNamespace(text=SimpleNamespace(max_positions=self.max_positions)))
 
-    def encode_chat(self, messages: list[dict[str, object]]) -> list[int]:
+    def open_visuals(self, sources: Sequence[VisualSource], limits: Any) -> tuple[()]:
+        """Takes note of what it is given, and finds no picture in it."""
+        self.calls["visuals"], self.calls["limits"] = tuple(sources), limits
+        return ()
+
+    def encode_chat(self, messages: list[dict[str, object]], visuals: Sequence[object] = ()) -> list[int]:
         self.calls["chat"] = messages
         return [1, 2, 3]
 
-    def encode_raw(self, text: str) -> list[int]:
+    def encode_raw(self, text: str, visuals: Sequence[object] = ()) -> list[int]:
         self.calls["raw"] = text
         return [4, 5]
 
-    def check_ids(self, ids: list[int]) -> list[int]:
+    def check_ids(self, ids: list[int], visuals: Sequence[object] = ()) -> list[int]:
         self.calls["ids"] = ids
         return ids
 
@@ -79,7 +85,12 @@ class FakeEngine:
         )  # fmt: skip
 
     def generate(
-        self, prompt_ids: list[int], max_new_tokens: int, ignore_eos: bool = False, logits: str = "none"
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int,
+        ignore_eos: bool = False,
+        logits: str = "none",
+        encoded: object = None,
     ) -> FakeGeneration:
         self.calls["generate"] = (list(prompt_ids), max_new_tokens, ignore_eos, logits)
         return FakeGeneration(self, tuple(prompt_ids), max_new_tokens, logits)

@@ -37,13 +37,13 @@ def test_pixel_values_are_the_goldens(name: str) -> None:
     path = ORACLE / "golden" / name
     (video,) = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["videos"]
     rules = read_video_processor(ORACLE / "checkpoints" / path.parent.name)
-    frames = open_frames([ORACLE / "images" / frame for frame in video["frames"]], video["fps"], "the clip")
-    patches = video_patches(frames, rules)
+    clip = open_frames([ORACLE / "images" / frame for frame in video["frames"]], video["fps"], "the clip", rules)
+    patches = video_patches(clip, rules)
     with np.load(path.with_suffix(".npz")) as golden:
         assert [list(patches.size.grid_thw)] == golden["video_grid_thw"].tolist()
         assert np.array_equal(patches.pixel_values, golden["pixel_values_videos"])
     assert patches.size.num_tokens == 8
-    assert [f"{time:.1f}" for time in timestamps(frames.indices, frames.fps, 2)] == ["0.2", "1.2"]
+    assert [f"{time:.1f}" for time in timestamps(clip.indices, clip.fps, 2)] == ["0.2", "1.2"]
 
 
 def write_frames(folder: Path, count: int, height: int = 64, width: int = 64) -> Path:
@@ -55,8 +55,8 @@ def write_frames(folder: Path, count: int, height: int = 64, width: int = 64) ->
 
 def test_an_odd_last_frame_is_repeated(tmp_path: Path) -> None:
     files = frame_files(write_frames(tmp_path / "frames", 3))
-    odd = video_patches(open_frames(files, 2.0, "three"), RELEASED)
-    even = video_patches(open_frames([*files, files[-1]], 2.0, "four"), RELEASED)
+    odd = video_patches(open_frames(files, 2.0, "three", RELEASED), RELEASED)
+    even = video_patches(open_frames([*files, files[-1]], 2.0, "four", RELEASED), RELEASED)
     assert odd.size.grid_thw == even.size.grid_thw == (2, 4, 4)
     assert np.array_equal(odd.pixel_values, even.pixel_values)
     reds = (odd.pixel_values.reshape(2, 16, 3, 2, 256)[:, 0, 0, :, 0] * 0.5 + 0.5) * 255
@@ -122,16 +122,16 @@ def test_sizes(
 def test_frames_that_make_no_video(tmp_path: Path) -> None:
     folder = write_frames(tmp_path / "frames", 1)
     with pytest.raises(InputError, match="clip has 1 frames; at least 2 are needed: give a single one as a picture"):
-        open_frames(frame_files(folder), 2.0, "clip")
+        open_frames(frame_files(folder), 2.0, "clip", RELEASED)
     with pytest.raises(InputError, match="clip has 0 frames"):
-        open_frames([], 2.0, "clip")
+        open_frames([], 2.0, "clip", RELEASED)
     write_frames(folder, 2)
     Image.new("RGB", (64, 32)).save(folder / "f2.png")
     with pytest.raises(InputError, match=r"clip: .*f2\.png is 32 x 64 .* is 64 x 64; frames of one size are needed"):
-        open_frames(frame_files(folder), 2.0, "clip")
+        open_frames(frame_files(folder), 2.0, "clip", RELEASED)
     (folder / "f3.png").write_text("hello")
     with pytest.raises(InputError, match=r"f3\.png is text, not a picture"):
-        open_frames([folder / "f0.png", folder / "f3.png"], 2.0, "clip")
+        open_frames([folder / "f0.png", folder / "f3.png"], 2.0, "clip", RELEASED)
     with pytest.raises(InputError, match="cannot be read"):
         frame_files(tmp_path / "nowhere")
     with pytest.raises(InputError, match="one side 300 times the other"):

@@ -1,0 +1,162 @@
+"""Pictures and videos of a prompt: opened and sized before anything is loaded, cut into patches when they are encoded.
+
+Knows no tower and no prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kestrel_cuda.checkpoint.processor_json import check_processor, read_image_processor, read_video_processor
+from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcessorConfig
+from kestrel_cuda.errors import InputError, SettingError
+from kestrel_cuda.inputs.frames import Video, frame_files, open_frames, timestamps, video_patches
+from kestrel_cuda.inputs.image_size import ImageSize, LimitNames, fitting_tokens, image_size, with_limits
+from kestrel_cuda.inputs.pictures import Picture, open_picture
+from kestrel_cuda.inputs.pixels import image_patches
+from kestrel_cuda.inputs.placeholders import Placeholder
+from kestrel_cuda.inputs.video_file import open_video
+from kestrel_cuda.inputs.visual_source import VisualSource, refuse_url
+
+
+@dataclass(frozen=True)
+class VisualLimits:
+    """What a user chose for every picture, and the rate of videos that come without one; None is the checkpoint's."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    image_tokens: int | None = None
+    fps: float | None = None
+
+
+NO_LIMITS = VisualLimits()
+
+
+@dataclass(frozen=True)
+class OpenedPicture:
+    """A picture, and the size that it gets by `rules`. `limited_alone` says that it brought limits of its own."""
+
+    path: str
+    picture: Picture
+    rules: ImageProcessorConfig
+    size: ImageSize
+    limited_alone: bool
+    kind: Literal["image"] = "image"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to it, one line or none."""
+        return (f"{self.path}: {'; '.join(self.picture.notes)}",) if self.picture.notes else ()
+
+    @property
+    def placeholder(self) -> Placeholder:
+        return Placeholder("image", self.size.num_tokens)
+
+    def pixels_mk(self) -> NDArray[np.float32]:
+        """Its patches, a row each."""
+        return image_patches(self.picture, self.rules).pixel_values
+
+
+@dataclass(frozen=True)
+class OpenedVideo:
+    """A video whose frames have the size that they get by `rules`; `seconds` are the times of its frame pairs."""
+
+    path: str | tuple[str, ...]
+    video: Video
+    rules: VideoProcessorConfig
+    notes: tuple[str, ...]
+    kind: Literal["video"] = "video"
+
+    @property
+    def size(self) -> ImageSize:
+        return self.video.size
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        return tuple(timestamps(self.video.indices, self.video.fps, self.rules.temporal_patch_size))
+
+    @property
+    def placeholder(self) -> Placeholder:
+        return Placeholder("video", self.size.num_tokens // self.size.grid_thw[0], self.seconds)
+
+    def pixels_mk(self) -> NDArray[np.float32]:
+        """Its patches, a row each, frame pair after frame pair."""
+        return video_patches(self.video, self.rules).pixel_values
+
+
+OpenedVisual: TypeAlias = OpenedPicture | OpenedVideo
+
+
+def open_visuals(
+    sources: Sequence[VisualSource], limits: VisualLimits, directory: Path, model: ModelConfig
+) -> tuple[OpenedVisual, ...]:
+    """Decode what `sources` name, by the rules of the checkpoint in `directory`, in their order.
+
+    Rules are read only for what there is: a checkpoint without those for videos takes pictures. Raises InputError for
+    a file, CheckpointError for the rules, SettingError for the limits.
+    """
+    image_rules: ImageProcessorConfig | None = None
+    video_rules: VideoProcessorConfig | None = None
+    opened: list[OpenedVisual] = []
+    if any(source.kind == "image" for source in sources):
+        image_rules = read_image_processor(directory)
+        check_processor(image_rules, model, directory)
+        image_rules = with_limits(image_rules, limits.min_pixels, limits.max_pixels, limits.image_tokens)
+    if any(source.kind == "video" for source in sources):
+        video_rules = read_video_processor(directory)
+        check_processor(video_rules, model, directory)
+    for source in sources:
+        if source.kind == "image":
+            assert image_rules is not None
+            opened.append(_open_picture(source, image_rules))
+        else:
+            assert video_rules is not None
+            opened.append(_open_video(source, source.fps or limits.fps, video_rules))
+    return tuple(opened)
+
+
+def image_tokens_that_fit(visuals: Sequence[OpenedVisual], room: int) -> int | None:
+    """The largest --image-tokens at which pictures and videos that take more than `room` tokens take at most that.
+
+    None where no limit on the pictures does it.
+    """
+    limited = [visual for visual in visuals if visual.kind == "image" and not visual.limited_alone]
+    room -= sum(visual.size.num_tokens for visual in visuals if visual not in limited)
+    if not limited:
+        return None
+    sizes_hw = [(visual.picture.height, visual.picture.width) for visual in limited]
+    return fitting_tokens(sizes_hw, room, limited[0].rules)
+
+
+def _open_picture(source: VisualSource, rules: ImageProcessorConfig) -> OpenedPicture:
+    assert isinstance(source.path, str)
+    limited_alone = source.min_pixels is not None or source.max_pixels is not None
+    if limited_alone:
+        own = LimitNames(f"min_pixels of {source.path}", f"max_pixels of {source.path}", otherwise="every picture")
+        try:
+            rules = with_limits(rules, source.min_pixels, source.max_pixels, names=own)
+        except SettingError as error:
+            raise InputError(str(error)) from error
+    picture = open_picture(source.path)
+    size = image_size(picture.height, picture.width, rules, picture.path)
+    return OpenedPicture(source.path, picture, rules, size, limited_alone)
+
+
+def _open_video(source: VisualSource, fps: float | None, rules: VideoProcessorConfig) -> OpenedVideo:
+    path = source.path
+    if isinstance(path, str):
+        refuse_url(path)
+        if not Path(path).is_dir():
+            video = open_video(path, rules if fps is None else replace(rules, fps=fps))
+            return OpenedVideo(path, video, rules, tuple(f"{path}: {note}" for note in video.notes))
+    name = path if isinstance(path, str) else f"the video of {len(path)} frames from {path[0]} on"
+    files = frame_files(Path(path)) if isinstance(path, str) else path
+    video = open_frames(files, fps or rules.fps, name, rules)
+    assumed = [] if fps else [f"no rate is given: taken as {rules.fps:g} frames a second (--fps)"]
+    return OpenedVideo(path, video, rules, tuple(f"{name}: {note}" for note in [*assumed, *video.notes]))

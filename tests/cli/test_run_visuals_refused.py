@@ -1,0 +1,162 @@
+"""`run` with pictures and videos that it cannot take: one line, before weights are loaded, with what would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import checkpoints
+from tests.checkpoints import edit_json
+from tests.cli.visual_runs import IMAGES, TINY, Ask, Conversation, Refuse, frames, picture
+from tests.goldens import golden
+
+
+def test_limits_of_one_picture(ask: Ask, refuse: Refuse, conversation: Conversation) -> None:
+    parts = [
+        {"type": "image", "image": "rgb_100x75.png", "max_pixels": 4096},
+        {"type": "image", "image": "rgb_100x75.png"},
+    ]
+    path = conversation([{"role": "user", "content": parts}])
+    assert [image["tokens"] for image in ask("--messages", path, "-n", 1)["images"]] == [2, 6]
+    everywhere = ask("--messages", path, "-n", 1, "--image-tokens", 5)
+    assert [image["tokens"] for image in everywhere["images"]] == [2, 2]
+    parts[0]["max_pixels"] = 2048
+    line = refuse("--messages", conversation([{"role": "user", "content": parts}]))
+    assert "4096 pixels at least (every picture) and 2048 at most (max_pixels of " in line
+
+
+def test_case_d26_what_is_no_picture_is_refused_before_weights_are_loaded(refuse: Refuse, tmp_path: Path) -> None:
+    text, cut = tmp_path / "a.png", tmp_path / "b.jpg"
+    text.write_text("hello")
+    content = picture(tmp_path / "whole.jpg", 99, 99).read_bytes()
+    cut.write_bytes(content[: len(content) * 6 // 10])
+    lines = set()
+    for bad, found in (
+        (text, "is text, not a picture"),
+        (cut, "is a JPEG that is cut off"),
+        (tmp_path / "no such.png", "does not exist; check the path of the picture"),
+        (tmp_path, "is a directory"),
+        ("https://example.com/a.png", "is a URL, and only files are read"),
+    ):
+        line = refuse("--image", IMAGES / "rgb_96x64.png", "--image", bad, "hi")
+        assert line.startswith(f"{bad} {found}")
+        lines.add(line)
+    assert len(lines) == 5
+
+
+def test_a_raw_prompt_says_where_pictures_belong(ask: Ask, refuse: Refuse, tmp_path: Path) -> None:
+    arrays, info = golden("tiny-dense-tied/img-rgb-96x64")
+    raw = info["prompt_text"]
+    image = IMAGES / "rgb_96x64.png"
+    assert ask("--raw", raw, "--image", image, "-n", 1)["prompt_ids"] == arrays["input_ids"].tolist()
+    arrays, info = golden("tiny-dense-tied/vid-clip")
+    clip = ask("--raw", info["prompt_text"], "--video", frames(tmp_path / "clip"), "-n", 1)
+    assert clip["prompt_ids"] == arrays["input_ids"].tolist()
+    assert refuse("--raw", "hi", "--image", image) == (
+        "the raw prompt has places for none, and 1 picture came with the prompt; write "
+        "<|vision_start|><|image_pad|><|vision_end|> where a picture belongs (<|video_pad|> for a video)"
+    )
+    line = refuse("--raw", raw + raw, "--image", image)
+    assert line.startswith("the raw prompt has places for 2 pictures, and 1 picture came with the prompt")
+    assert refuse("--raw", raw).startswith("the prompt holds the image token (626) but no image comes with it")
+
+
+def test_ids_hold_pictures_at_full_length(ask: Ask, refuse: Refuse) -> None:
+    arrays, _ = golden("tiny-dense-tied/img-two")
+    ids = ",".join(map(str, arrays["input_ids"].tolist()))
+    pictures = ("--image", IMAGES / "grey_64x48.png", "--image", IMAGES / "rgb_100x75.png")
+    found = ask("--ids", ids, *pictures, "-n", 4, "--quant", "none")
+    assert found["ids"] == arrays["greedy_ids"][:4].tolist()
+    swapped = refuse("--ids", ids, *pictures[2:], *pictures[:2])
+    assert swapped.startswith("image 1 takes 6 image tokens (626) in a row, which the prompt does not have")
+    twice = refuse("--ids", ids, *pictures[:2], *pictures[:2])
+    assert twice.startswith("token 40 of the prompt stands for a picture; 2 images and 0 videos came with it")
+    assert refuse("--ids", "1,2", *pictures).startswith("2 images and 0 videos came with the prompt, which has places")
+
+
+def test_a_checkpoint_without_a_tower_is_said_before_pictures_are_opened(refuse: Refuse, tiny_model: Path) -> None:
+    line = refuse("--image", "nowhere.png", "hi", model=tiny_model)
+    assert line == f"{tiny_model} has no vision tower: it reads text only; leave the pictures out"
+
+
+def test_case_d27_a_template_that_drops_pictures(refuse: Refuse, tmp_path: Path) -> None:
+    model = checkpoints.copy(TINY, tmp_path / "model")
+    template = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    line = refuse("--image", IMAGES / "rgb_96x64.png", "hi", model=model)
+    assert line.startswith("the chat template (chat_template.jinja) has places for none, and 1 picture came")
+
+
+def test_a_picture_of_the_assistant_has_no_place(refuse: Refuse, conversation: Conversation) -> None:
+    """Qwen's template shows those of users and tools."""
+    part = {"type": "image", "image": "rgb_96x64.png"}
+    path = conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": [part]}])
+    assert "has places for none, and 1 picture came with the prompt; pictures belong to" in refuse("--messages", path)
+
+
+def test_a_picture_that_does_not_fit_names_the_limit_that_would(ask: Ask, refuse: Refuse, tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", 300, 500)
+    flags = ("--image", path, "--image", path, "hi")
+    line = refuse(*flags, "--ctx", 50)
+    assert line == (
+        "the prompt has 72 tokens (56 of them for 2 pictures) and --ctx holds 50; "
+        "needed: --ctx 73 or more, or --image-tokens 21"
+    )
+    assert ask(*flags, "-n", 1, "--ctx", 50, "--image-tokens", 21)["n_prompt"] < 50
+    assert "--ctx holds 50" in refuse(*flags, "--ctx", 50, "--image-tokens", 22)
+    assert ask(*flags, "-n", 1, "--ctx", 73)["n_prompt"] == 72
+    assert refuse(*flags, "--ctx", 16).endswith("needed: --ctx 73 or more")
+
+
+def test_more_pictures_than_positions(ask: Ask, refuse: Refuse, tmp_path: Path) -> None:
+    model = checkpoints.copy(TINY, tmp_path / "model")
+    edit_json(model / "config.json", {"text_config.max_position_embeddings": 32})
+    path = picture(tmp_path / "a.png", 300, 500)
+    line = refuse("--image", path, "hi", model=model)
+    assert line == (
+        "the prompt has 42 tokens (28 of them for 1 picture); with one new token that is over the 32 positions this "
+        "model has; --image-tokens 21 would make it fit"
+    )
+    assert ask("--image", path, "hi", "--image-tokens", 21, model=model)["n_prompt"] < 32
+
+
+def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
+    line = refuse("--video", frames(tmp_path / "long", 40), "hi", "--ctx", 50)
+    assert line.endswith("or a shorter video or a lower --fps")
+
+
+def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
+    assert refuse("--video", tmp_path / "no.mp4", "hi").endswith("no.mp4 does not exist; check the path of the video")
+    assert "has 1 frames; at least 2" in refuse("--video", frames(tmp_path / "one", 1), "hi")
+    (tmp_path / "empty").mkdir()
+    assert "has 0 frames" in refuse("--video", tmp_path / "empty", "hi")
+    assert refuse("--video", "https://example.com/a.mp4", "hi").startswith("https://example.com/a.mp4 is a URL")
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        (("--image", ""), {}, "--image holds ''; it takes the path of a picture"),
+        (("--video", " "), {}, "--video holds ' '; it takes the path of a video or of a folder"),
+        (("--fps", "0"), {}, "--fps holds '0'; it takes a number above 0"),
+        (("--fps", "1e3"), {}, "--fps holds '1e3'; it takes a number above 0"),
+        (("--fps", "-2"), {}, "--fps holds '-2'"),
+        ((), {"KESTREL_CUDA_FPS": "nan"}, "KESTREL_CUDA_FPS holds 'nan'"),
+        (("--messages", "m.json", "--image", "a.png"), {}, "--messages and --image contradict each other"),
+        (("--messages", "m.json", "--video", "a.mp4"), {}, "--messages and --video contradict each other"),
+        (("--max-pixels", "4096", "--image-tokens", "4"), {}, "--max-pixels and --image-tokens contradict each other"),
+        (("--fps", "1", "--fps", "2"), {}, "--fps is given 2 times"),
+    ],
+)  # fmt: skip
+def test_flags_that_cannot_be_followed(
+    refuse: Refuse, flags: tuple[str, ...], variables: dict[str, str], message: str
+) -> None:
+    assert refuse(*flags, **variables).startswith(message)
+
+
+def test_limits_that_leave_no_size_are_named(refuse: Refuse) -> None:
+    """Case D25."""
+    flags = ("--image", IMAGES / "rgb_96x64.png", "hi", "--min-pixels", 9000)
+    assert "9000 pixels at least (--min-pixels) and 8000 at most (--max-pixels)" in refuse(*flags, "--max-pixels", 8000)
+    assert refuse(*flags, KESTREL_CUDA_MAX_PIXELS="8000").endswith("(--max-pixels comes from KESTREL_CUDA_MAX_PIXELS)")
