@@ -48,7 +48,8 @@ class Visuals:
         started = time.perf_counter()
         opened = engine.open_visuals(sources, _limits(settings))
         time_ms = (time.perf_counter() - started) * 1e3
-        heard.add((note for visual in opened for note in visual.notes), ())
+        for visual in opened:
+            heard.add(visual.notes, visual.warnings)
         return cls(opened, time_ms)
 
     def encode(self, engine: Engine) -> EncodedVisuals | None:

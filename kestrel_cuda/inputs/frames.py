@@ -29,7 +29,7 @@ class Video:
     """Frames of `height` x `width`, each resized to `size`.
 
     `indices` are their numbers among the `num_source_frames` of a video of `fps` frames a second; `notes` say what was
-    done to them.
+    done to them, `warnings` what may be wrong with them.
     """
 
     height: int
@@ -40,6 +40,7 @@ class Video:
     num_source_frames: int
     fps: float
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def taken_fps(self) -> float:

@@ -50,6 +50,7 @@ def open_video(path: str, rules: VideoProcessorConfig) -> Video:
     Raises InputError, one line with the path, for what is no video or is damaged, and where PyAV is missing.
     """
     notes: list[str] = []
+    warnings: list[str] = []
     with open_input(path, "video") as file:
         with _container(path, file) as container:
             stream = container.streams.video[0]
@@ -65,9 +66,9 @@ def open_video(path: str, rules: VideoProcessorConfig) -> Video:
             video = _sample(path, file, fewer.num_frames, fps, rules)
     num_frames = video.num_source_frames
     if num_frames < num_said:
-        notes.append(f"says it has {num_said} frames, {num_frames} can be read: it may be cut off")
+        warnings.append(f"says it has {num_said} frames, {num_frames} can be read: it may be cut off")
     notes.append(f"{len(video.indices)} of {num_frames} frames are taken ({fps:.5g} a second in the file)")
-    return replace(video, notes=(*notes, *video.notes))
+    return replace(video, notes=(*notes, *video.notes), warnings=tuple(warnings))
 
 
 def _sample(path: str, file: BinaryIO, num_frames: int, fps: float, rules: VideoProcessorConfig) -> Video:
@@ -105,7 +106,7 @@ def _container(path: str, file: BinaryIO) -> Iterator[InputContainer]:
         raise
     except Exception as error:  # FFmpeg's are of a dozen classes, and decoders raise ValueError and EOFError too
         found = picture_kind(start) or other_kind(start)
-        if not is_open and not found.endswith("video"):
+        if not is_open and not found.endswith("video") and found != "a GIF":
             raise InputError(f"{shown_path(path)} is {found}, not a video that is read; give {READ_FORMATS}") from error
         size = file.seek(0, 2)
         reason = printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__

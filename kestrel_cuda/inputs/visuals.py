@@ -47,6 +47,7 @@ class OpenedPicture:
     rules: ImageProcessorConfig
     size: ImageSize
     limited_alone: bool
+    warnings: tuple[str, ...] = ()
     kind: Literal["image"] = "image"
 
     @property
@@ -71,6 +72,7 @@ class OpenedVideo:
     video: Video
     rules: VideoProcessorConfig
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     kind: Literal["video"] = "video"
 
     @property
@@ -154,7 +156,8 @@ def _open_video(source: VisualSource, fps: float | None, rules: VideoProcessorCo
         refuse_url(path)
         if not Path(path).is_dir():
             video = open_video(path, rules if fps is None else replace(rules, fps=fps))
-            return OpenedVideo(path, video, rules, tuple(f"{path}: {note}" for note in video.notes))
+            notes, warnings = (tuple(f"{path}: {text}" for text in texts) for texts in (video.notes, video.warnings))
+            return OpenedVideo(path, video, rules, notes, warnings)
     name = path if isinstance(path, str) else f"the video of {len(path)} frames from {path[0]} on"
     files = frame_files(Path(path)) if isinstance(path, str) else path
     video = open_frames(files, fps or rules.fps, name, rules)

@@ -169,6 +169,12 @@ def test_a_variable_that_a_flag_overrides_may_hold_anything(name: str, flag: str
         (options.PROMPT_FILE, "p.txt", Path("p.txt")),
         (options.SYSTEM, " ", " "),
         (options.MESSAGES, "m.json", Path("m.json")),
+        (options.IMAGE, "a:b, c.png", ("a:b, c.png",)),
+        (options.VIDEO, "clip", ("clip",)),
+        (options.FPS, "0.5", 0.5),
+        (options.MIN_PIXELS, "1", 1),
+        (options.MAX_PIXELS, "4096", 4096),
+        (options.IMAGE_TOKENS, "64", 64),
         (options.IDS, "1, 2,3", (1, 2, 3)),
         (options.LOGITS, "l.npz", Path("l.npz")),
         (options.EXPECT, "7", (7,)),
@@ -198,6 +204,10 @@ def test_every_option_with_a_value_has_its_variable(setting: Setting[Any], text:
         ("prefill_chunk", "0"),
         ("backend", "gpu"),
         ("device", "-1"),
+        ("fps", "24fps"),
+        ("fps", "1000001"),
+        ("image_tokens", "0"),
+        ("image", "a\0b"),
         ("ids", "1,,2"),
         ("ids", "-1"),
         ("expect", ""),
@@ -209,6 +219,15 @@ def test_a_flag_out_of_range_names_itself_and_what_it_takes(name: str, text: str
     with pytest.raises(SettingError) as raised:
         settle({name: text})
     assert str(raised.value).startswith(f"--{name.replace('_', '-')} holds {text!r}; it takes ")
+
+
+def test_a_flag_that_may_be_repeated_is_read_one_by_one() -> None:
+    settings = options.settle(options.RUN, {"image": ("a.png", "https://b/c.png", "a.png")}, {})
+    assert settings[options.IMAGE] == ("a.png", "https://b/c.png", "a.png")
+    assert settings.as_json()["image"] == {"value": ("a.png", "https://b/c.png", "a.png"), "source": "flag"}
+    assert settle().as_json()["image"] == {"value": None, "source": "default"}
+    with pytest.raises(SettingError, match=r"^--image holds ' '; it takes the path of a picture$"):
+        options.settle(options.RUN, {"image": ("a.png", " ")}, {})
 
 
 @pytest.mark.parametrize("line", ['keep = "many"', "keep = 1.5", "keep = true", 'lazy = "yes"', "lazy = 1", "ctx = -1"])

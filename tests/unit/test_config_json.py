@@ -200,6 +200,16 @@ def test_both_rope_spellings_have_to_agree(config: Path) -> None:
     assert "rope_parameters.mrope_section" in error_of(config)
 
 
+def test_tokens_around_a_picture_may_be_absent(config: Path) -> None:
+    model = read_config(config)
+    assert (model.vision_start_token_id, model.vision_end_token_id) == (623, 624)
+    edit_json(config, {}, ("vision_start_token_id", "vision_end_token_id"))
+    model = read_config(config)
+    assert (model.vision_start_token_id, model.vision_end_token_id) == (None, None)
+    edit_json(config, {"vision_end_token_id": "624"})
+    assert "vision_end_token_id is" in error_of(config)
+
+
 def test_image_token_is_needed_with_a_vision_tower_only(config: Path) -> None:
     edit_json(config, {}, ("image_token_id",))
     assert "lacks image_token_id" in error_of(config)

@@ -11,7 +11,14 @@ import pytest
 
 from kestrel_cuda.config import ImageProcessorConfig
 from kestrel_cuda.errors import InputError, SettingError
-from kestrel_cuda.inputs.image_size import MAX_TOKENS, halving_tokens, image_size, with_limits
+from kestrel_cuda.inputs.image_size import (
+    MAX_TOKENS,
+    LimitNames,
+    fitting_tokens,
+    halving_tokens,
+    image_size,
+    with_limits,
+)
 
 HALF = (0.5, 0.5, 0.5)
 RELEASED = ImageProcessorConfig(65536, 16_777_216, 16, 2, 2, HALF, HALF, 1 / 255)
@@ -126,3 +133,26 @@ def test_half_the_tokens(rules: ImageProcessorConfig, height: int, width: int) -
         if image_size(height, width, with_limits(rules, image_tokens=limit)).num_tokens <= tokens // 2
     ]
     assert halving_tokens(height, width, rules) == max(halving, default=None)
+
+
+@pytest.mark.parametrize("sizes_hw", [[(300, 500)], [(300, 500), (1000, 40)], [(64, 64), (2000, 2000), (700, 90)]])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9])
+def test_the_limit_that_fits_is_the_largest(sizes_hw: list[tuple[int, int]], share: float) -> None:
+    rules = limits(2048, 2_000_000)
+
+    def taken(limited: ImageProcessorConfig) -> int:
+        return sum(image_size(height, width, limited).num_tokens for height, width in sizes_hw)
+
+    most = int(share * taken(rules))
+    fitting = [tokens for tokens in range(2, 3000) if taken(with_limits(rules, image_tokens=tokens)) <= most]
+    assert fitting_tokens(sizes_hw, most, rules) == max(fitting, default=None)
+
+
+def test_limits_of_another_name() -> None:
+    names = LimitNames("min_pixels of a.png", "max_pixels of a.png", otherwise="every picture")
+    with pytest.raises(
+        SettingError, match=r"65536 pixels at least \(every picture\) and 9999 at most \(max_pixels of a"
+    ):
+        with_limits(RELEASED, max_pixels=9999, names=names)
+    with pytest.raises(SettingError, match=r"^max_pixels of a\.png is 9; it takes a whole number from 1024"):
+        with_limits(RELEASED, max_pixels=9, names=names)
