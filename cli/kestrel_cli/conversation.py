@@ -82,8 +82,8 @@ def _look_through(message: Message, where: str, warn: Say) -> None:
     visuals = [key for key in _VISUAL_KEYS if key in message]
     if visuals:
         raise InputError(
-            f'{where} holds {visuals[0]} beside its content; in it is needed, as a part {{"type": "image", "image": '
-            '"a.png"}'
+            f"{where} holds {visuals[0]} beside its content; pictures belong in it, as parts like "
+            '{"type": "image", "image": "a.png"}'
         )
     others = sorted(set(message) - {"role", "content"})
     if others:

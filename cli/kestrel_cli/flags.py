@@ -54,7 +54,12 @@ Fps = Annotated[
         help="Frames a second: to take of a video file, or what a folder of frames has.  [default: the checkpoint's]",
     ),
 ]
-RawSwitch = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")]
+RawSwitch = Annotated[
+    bool,
+    typer.Option(
+        "--raw", help="Take the prompt as it is, without the chat template; <|image_pad|> in it stands for a picture."
+    ),
+]
 Ids = Annotated[str | None, typer.Option("--ids", metavar="1,2,3", help="The prompt as token ids.")]
 MaxNewTokens = Annotated[
     str | None, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens to generate at most.  [default: 256]")
@@ -190,7 +195,11 @@ MinPixels = Annotated[
 ]
 MaxPixels = Annotated[
     str | None,
-    typer.Option("--max-pixels", metavar="N", help="Larger pictures are reduced to it.  [default: the checkpoint's]"),
+    typer.Option(
+        "--max-pixels",
+        metavar="N",
+        help="Larger pictures are reduced to it; videos keep to the checkpoint's own.  [default: the checkpoint's]",
+    ),
 ]
 ImageTokens = Annotated[
     str | None,

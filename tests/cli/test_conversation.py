@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kestrel_cli.conversation import read_conversation
 from kestrel_cuda.errors import InputError
+from kestrel_cuda.inputs.visual_source import VisualSource
 from tests.cli.conftest import CommandLine
 
 CONVERSATION = [
@@ -67,6 +69,44 @@ def test_what_goes_unused_is_said(document: object, said: str) -> None:
     assert read(document)[1] == [said]
 
 
+def test_pictures_are_taken_from_beside_the_file(kestrel: CommandLine, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    parts = [
+        {"type": "text", "text": "a", "cache_control": {}},
+        {"type": "image", "image": "b/c.png", "max_pixels": 4096, "detail": "high"},
+        {"type": "video", "video": ["f0.png", "/f1.png"], "fps": 3, "max_pixels": 4096},
+    ]
+    messages = [{"role": "user", "content": parts}, *CONVERSATION[2:], {"role": "user", "content": parts[:1]}]
+    file.write_text(json.dumps(messages))
+    ran = kestrel("run", "--json", "--messages", str(file))
+    assert ran.engine is not None
+    text = {"type": "text", "text": "a", "cache_control": {}}
+    bare = [text, {"type": "image", "image": ""}, {"type": "video", "video": ""}]
+    assert ran.engine.calls["chat"] == [
+        {"role": "user", "content": bare},
+        *CONVERSATION[2:],
+        {"role": "user", "content": "a"},
+    ]
+    assert ran.engine.calls["visuals"] == (
+        VisualSource("image", str(tmp_path / "b/c.png"), max_pixels=4096),
+        VisualSource("video", (str(tmp_path / "f0.png"), "/f1.png"), fps=3),
+    )
+    assert ran.json["warnings"][:3] == [
+        f"{file}: message 1, part 1: only type and text is used, not cache_control",
+        f"{file}: message 1, part 2: only type, image, min_pixels and max_pixels is used, not detail",
+        f"{file}: message 1, part 3: only type, video and fps is used, not max_pixels",
+    ]
+
+
+def test_pictures_of_a_conversation_on_standard_input_are_taken_from_here(
+    kestrel: CommandLine, stdin: Callable[[bytes], None]
+) -> None:
+    stdin(b'[{"role": "user", "content": [{"image": "a.png"}]}]')
+    ran = kestrel("run", "--messages", "-")
+    assert ran.engine is not None
+    assert ran.engine.calls["visuals"] == (VisualSource("image", "a.png"),)
+
+
 def test_other_keys_are_the_templates_to_read() -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
     assert read([message])[0] == [message]
@@ -89,6 +129,14 @@ def test_other_keys_are_the_templates_to_read() -> None:
         ('[{"role": "user", "content": "a"}, {"role": "bot", "content": "a"}]', 'message 2 has role "bot"; roles are'),
         ('[{"role": ["user"], "content": "a"}]', "message 1 has role"),
         ('[{"role": "user", "content": null}]', "null; text or a list of parts is needed"),
+        (
+            '[{"role": "user", "content": "a", "images": ["a.png"]}]',
+            "message 1 holds images beside its content; pictures",
+        ),
+        (
+            '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]',
+            "holds image_url, which is",
+        ),
         ('[{"role": "user", "content": "a", "content": "b"}]', 'the key "content" stands twice in one object'),
         ('{"messages": [], "messages": []}', 'the key "messages" stands twice in one object'),
         ('[{"role": "user", "content": "\\ud800"}]', r"\\ud800 is half of a surrogate pair"),

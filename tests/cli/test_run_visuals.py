@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -81,6 +82,25 @@ def test_a_folder_of_frames_is_the_goldens_video(ask: Ask, tmp_path: Path) -> No
     assert f"{tmp_path / 'clip'}: no rate is given: taken as 2 frames a second (--fps)" in unsaid["notes"]
     slower = ask("--video", tmp_path / "clip", "--fps", "0.5", "What moves?", "-n", 1)
     assert (slower["videos"][0]["fps"], slower["videos"][0]["timestamps"]) == (0.5, [1.0, 5.0])
+
+
+def test_a_video_file_is_the_goldens_video(ask: Ask, tmp_path: Path) -> None:
+    """A lossless one of four frames, two a second."""
+    arrays, _ = golden("tiny-dense-tied/vid-clip")
+    path = tmp_path / "clip.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=2)
+        stream.height = stream.width = 64
+        stream.pix_fmt = "rgb24"
+        for number in range(4):
+            frame_hwc = np.asarray(Image.open(IMAGES / f"clip_64x64_f{number}.png").convert("RGB"))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_hwc, format="rgb24")))
+        container.mux(stream.encode())
+    found = ask("--video", path, "What moves?", "-n", 4, "--quant", "none")
+    assert found["prompt_ids"] == arrays["input_ids"].tolist()
+    assert found["ids"] == arrays["greedy_ids"][:4].tolist()
+    assert (found["videos"][0]["frames"], found["videos"][0]["fps"]) == (4, 2.0)
+    assert f"{path}: 4 of 4 frames are taken (2 a second in the file)" in found["notes"]
 
 
 def test_pictures_and_videos_stay_in_the_order_of_the_command_line(ask: Ask, tmp_path: Path) -> None:

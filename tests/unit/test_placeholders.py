@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import Tokenizer
 from tests.goldens import ORACLE
 
+DATA = ORACLE.parent
 TINY = ORACLE / "checkpoints/tiny-dense-tied"
 START, END, IMAGE, VIDEO = 623, 624, 626, 627
 CLIP = Placeholder("video", 2, (0.25, 1.25))
@@ -27,8 +29,12 @@ def config() -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(TINY)
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The released one, which joins more characters than the small one does."""
+    directory = tmp_path_factory.mktemp("qwen3")
+    content = (DATA / "tokenizer-qwen3/tokenizer.json.gz").read_bytes()
+    (directory / "tokenizer.json").write_bytes(gzip.decompress(content))
+    return Tokenizer.load(directory)
 
 
 def expanded(pieces: list[Piece], visuals: list[Placeholder], config: ModelConfig) -> list[Piece]:
@@ -60,19 +66,27 @@ def test_times_are_printed_with_one_digit(config: ModelConfig, seconds: float, t
 
 @pytest.mark.parametrize("before", ["", "Look:", "Look: ", "!!", "a <", "\n\n", " ", "'", "1"])
 @pytest.mark.parametrize("after", ["", "What moves?", " ", "\n", "<"])
-def test_ids_are_those_of_the_whole_text(config: ModelConfig, tokenizer: Tokenizer, before: str, after: str) -> None:
+def test_ids_are_those_of_the_whole_text(config: ModelConfig, qwen3: Tokenizer, before: str, after: str) -> None:
     """As the reference gets them, which replaces text and encodes it afterwards."""
-    template = ChatTemplate.load(TINY)
+    template = ChatTemplate.load(DATA / "tokenizer-qwen3")
     assert template is not None
+    ids = {text: token_id for token_id, text in qwen3.added_tokens.items()}
+    config = replace(
+        config,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
     clip: dict[str, str] = {"type": "video", "video": ""}
     parts = [{"type": "text", "text": before}, clip, {"type": "text", "text": after}, {"type": "image", "image": ""}]
     messages = [{"role": "user", "content": parts}]
-    pieces = expanded(chat_pieces(template, tokenizer, messages), [CLIP, Placeholder("image", 3)], config)
+    pieces = expanded(chat_pieces(template, qwen3, messages), [CLIP, Placeholder("image", 3)], config)
     text = template.render(messages)
     start, end = "<|vision_start|>", "<|vision_end|>"
     frames = "".join(f"<{time} seconds>{start}<|video_pad|><|video_pad|>{end}" for time in ("0.2", "1.2"))
     text = text.replace(f"{start}<|video_pad|>{end}", frames).replace("<|image_pad|>", "<|image_pad|>" * 3)
-    assert encode_pieces(tokenizer, pieces) == tokenizer.encode(text)
+    assert encode_pieces(qwen3, pieces) == qwen3.encode(text)
 
 
 @pytest.mark.parametrize(
