@@ -140,7 +140,8 @@ class Screen:
             ("answer", f"{len(run.ids)} tokens, ended by {run.stop_reason}"),
         ]
         if run.ids:
-            facts.append(("first token", f"{timing.ttft_ms:.1f} ms, loading left out"))
+            left_out = "loading and pictures" if visuals else "loading"
+            facts.append(("first token", f"{timing.ttft_ms:.1f} ms, {left_out} left out"))
         median = timing.tpot_ms_median
         if median:
             facts.append(("per token", f"{median:.2f} ms (median), {1000 / median:.1f} tok/s"))

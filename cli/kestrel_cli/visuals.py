@@ -82,7 +82,8 @@ class Visuals:
         image_tokens = image_tokens_that_fit(self.opened, room)
         if image_tokens is not None:
             return f"--image-tokens {image_tokens}"
-        return "a shorter video or a lower --fps" if any(visual.kind == "video" for visual in self.opened) else None
+        has_video = any(visual.kind == "video" for visual in self.opened)
+        return "fewer frames of video (of a file, by a lower --fps)" if has_video else None
 
     def summary(self) -> str | None:
         """One fact for people; None without any."""

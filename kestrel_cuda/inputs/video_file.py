@@ -38,7 +38,7 @@ _START_BYTES = 512
 
 
 class _FewerFrames(Exception):
-    """Not every frame that is stored can be shown: some lack those that they are differences to."""
+    """Not every frame that is stored can be shown: some lack the frames that they are differences to."""
 
     def __init__(self, num_frames: int) -> None:
         self.num_frames = num_frames

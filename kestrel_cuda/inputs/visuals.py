@@ -128,8 +128,12 @@ def image_tokens_that_fit(visuals: Sequence[OpenedVisual], room: int) -> int | N
 
     None where no limit on the pictures does it.
     """
-    limited = [visual for visual in visuals if visual.kind == "image" and not visual.limited_alone]
-    room -= sum(visual.size.num_tokens for visual in visuals if visual not in limited)
+    limited: list[OpenedPicture] = []
+    for visual in visuals:
+        if visual.kind == "image" and not visual.limited_alone:
+            limited.append(visual)
+        else:
+            room -= visual.size.num_tokens
     if not limited:
         return None
     sizes_hw = [(visual.picture.height, visual.picture.width) for visual in limited]

@@ -11,6 +11,7 @@ from PIL import Image
 
 from kestrel_cli.prompt import BUILT_IN_VISUAL_QUESTION
 from kestrel_cuda.inputs.tokenizer import Tokenizer
+from tests import checkpoints
 from tests.cli.visual_runs import IMAGES, TINY, Ask, Conversation, Run, frames, picture
 from tests.goldens import checkpoint, golden, golden_names
 
@@ -163,6 +164,21 @@ def test_case_d25_limits_change_the_grid(ask: Ask, tmp_path: Path, flags: tuple[
 def test_case_d26_names_with_blanks_and_other_letters(ask: Ask, tmp_path: Path) -> None:
     path = picture(tmp_path / "ein bild 图 é.png", 64, 64)
     assert ask("--image", path, "-n", 1)["images"][0]["path"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "grid", "rope_delta"), [(256, 256, [1, 16, 16], -56), (240, 720, [1, 16, 44], 22 - 176)]
+)
+def test_case_d29_text_goes_on_behind_the_larger_side(
+    ask: Ask, tmp_path: Path, height: int, width: int, grid: list[int], rope_delta: int
+) -> None:
+    """With the released limits; 240 x 720 is case D19's too."""
+    model = checkpoints.copy(TINY, tmp_path / "model")
+    limits = {"size.shortest_edge": 65536, "size.longest_edge": 16_777_216}
+    checkpoints.edit_json(model / "preprocessor_config.json", limits)
+    found = ask("--image", picture(tmp_path / "a.png", height, width), "Hi", "-n", 1, model=model)
+    assert (found["images"][0]["grid"], found["rope_delta"]) == (grid, rope_delta)
+    assert found["max_position"] == found["n_prompt"] + rope_delta - 1
 
 
 @pytest.mark.parametrize("chunk", [1, 7])

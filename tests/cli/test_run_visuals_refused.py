@@ -75,6 +75,11 @@ def test_ids_hold_pictures_at_full_length(ask: Ask, refuse: Refuse) -> None:
     assert refuse("--ids", "1,2", *pictures).startswith("2 images and 0 videos came with the prompt, which has places")
 
 
+def test_case_d21_a_picture_too_long_for_its_width(refuse: Refuse, tmp_path: Path) -> None:
+    line = refuse("--image", picture(tmp_path / "a.png", 1, 201), "hi")
+    assert "one side 201 times the other; at most 200 times is taken" in line
+
+
 def test_a_checkpoint_without_a_tower_is_said_before_pictures_are_opened(refuse: Refuse, tiny_model: Path) -> None:
     line = refuse("--image", "nowhere.png", "hi", model=tiny_model)
     assert line == f"{tiny_model} has no vision tower: it reads text only; leave the pictures out"
@@ -123,7 +128,7 @@ def test_more_pictures_than_positions(ask: Ask, refuse: Refuse, tmp_path: Path) 
 
 def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
     line = refuse("--video", frames(tmp_path / "long", 40), "hi", "--ctx", 50)
-    assert line.endswith("or a shorter video or a lower --fps")
+    assert line.endswith("or fewer frames of video (of a file, by a lower --fps)")
 
 
 def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
