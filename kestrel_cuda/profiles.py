@@ -23,6 +23,7 @@ KNOWN_KEYS = (
     "prefetch",
     "evict",
     "lazy",
+    "keep_tower",
     "vram",
     "cache_budget",
     "prefill_chunk",

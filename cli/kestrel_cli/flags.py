@@ -153,6 +153,15 @@ Lazy = Annotated[
         show_default=False,
     ),
 ]
+KeepTower = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-tower/--no-keep-tower",
+        help="Leave the vision tower on the device after pictures are encoded; the plan then counts it. A run encodes "
+        "once, so this shows what it costs.  [default: no-keep-tower]",
+        show_default=False,
+    ),
+]
 StripCache = Annotated[
     str | None,
     typer.Option(
@@ -249,7 +258,7 @@ def given(params: Mapping[str, object], order: Sequence[str] = ()) -> Given:
 
     `order` names the options that may be repeated, one entry for each time.
     """
-    negatable = ("lazy", "ignore_eos")
+    negatable = ("lazy", "ignore_eos", "keep_tower")
     found: dict[str, Raw] = {VISUAL_ORDER: tuple(order)} if order else {}
     for name, value in params.items():
         if isinstance(value, str) or value is True or (value is False and name in negatable):

@@ -98,6 +98,7 @@ PREFETCH = Setting[int](
 )
 EVICT = Setting[Evict]("evict", Evict.POOL, "pool or free", Evict, variable="KESTREL_CUDA_EVICT")
 LAZY = Setting[bool]("lazy", False)
+KEEP_TOWER = Setting[bool]("keep_tower", False)
 VRAM = Setting[int | None]("vram", None, _SIZE, parse_size, variable="KESTREL_CUDA_VRAM")
 CACHE_BUDGET = Setting[CacheBudget](
     "cache_budget", None, f"seeds or {_SIZE}", values.cache_budget, variable="KESTREL_CUDA_CACHE_BUDGET"
@@ -196,7 +197,7 @@ _OUTPUT = (JSON, QUIET, DEBUG)
 RUN: tuple[Setting[Any], ...] = (
     *_EVERYWHERE,
     *_STORED,
-    *(CTX, KEEP, POLICY, PREFETCH, EVICT, LAZY),
+    *(CTX, KEEP, POLICY, PREFETCH, EVICT, LAZY, KEEP_TOWER),
     *_PROMPTS,
     *_VISUALS,
     *_LIMITS,
@@ -230,6 +231,7 @@ _UNREAD_BY_BENCH: Mapping[Setting[Any], str] = MappingProxyType(
     {
         HOST_KEEP: "bench holds every layer in host memory",
         LAZY: "bench uploads what a window needs before it is timed",
+        KEEP_TOWER: "bench has no pictures",
     }
 )
 
@@ -321,6 +323,7 @@ def run_config(settings: Settings) -> EngineConfig:
         prefetch=settings[PREFETCH],
         evict=settings[EVICT],
         lazy=settings[LAZY],
+        keep_tower=settings[KEEP_TOWER],
         strip_cache=settings[STRIP_CACHE],
         host_keep=settings[HOST_KEEP],
     )

@@ -53,6 +53,7 @@ def run(
     prefetch: flags.Prefetch = None,
     evict: flags.Evict = None,
     lazy: flags.Lazy = None,
+    keep_tower: flags.KeepTower = None,
     vram: flags.Vram = None,
     cache_budget: flags.CacheBudget = None,
     prefill_chunk: flags.PrefillChunk = None,
@@ -122,6 +123,8 @@ def _answer(
     output: Output,
 ) -> None:
     context = context_of(settings, len(prompt_ids), engine.checkpoint.config.text.max_positions, visuals)
+    # Before the weights are there, the tower has the device to itself.
+    encoded = visuals.encode(engine)
     with screen.progress() as on_progress:
         load = engine.load(
             context.num_slots, len(prompt_ids), on_progress, collects_logits=_logits_wanted(settings) != "none"
@@ -132,7 +135,6 @@ def _answer(
     if context.warning:
         heard.warn(context.warning)
 
-    encoded = visuals.encode(engine)
     generation = engine.generate(
         prompt_ids,
         context.max_new_tokens,

@@ -53,7 +53,7 @@ class Visuals:
         return cls(opened, time_ms)
 
     def encode(self, engine: Engine) -> EncodedVisuals | None:
-        """Their features; None where there are none. The engine is loaded."""
+        """Their features; None where there are none."""
         if not self.opened:
             return None
         started = time.perf_counter()
@@ -126,4 +126,6 @@ def _unused(settings: Settings, sources: tuple[VisualSource, ...]) -> list[str]:
         chosen = [settings.label(setting) for setting in idle if settings.source(setting) != "default"]
         if chosen and not any(source.kind == kind for source in sources):
             notes.append(f"{', '.join(chosen)} changed nothing: the prompt has no {what}")
+    if settings[options.KEEP_TOWER] and not sources:
+        notes.append(f"{settings.label(options.KEEP_TOWER)} changed nothing: the prompt has no picture and no video")
     return notes
