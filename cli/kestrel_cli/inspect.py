@@ -13,8 +13,10 @@ from kestrel_cli.heard import Heard
 from kestrel_cli.output import Output, escape_controls
 from kestrel_cli.result import inspect_result
 from kestrel_cuda.config import ImageProcessorConfig
+from kestrel_cuda.sizes import format_size
 
 if TYPE_CHECKING:
+    from kestrel_cuda.encode import EncodeCost
     from kestrel_cuda.inputs.inspection import Inspection
 
 
@@ -33,7 +35,7 @@ def inspect(
     """Say what pictures become.
 
     For each: its size, what is done to it (orientation, transparency), its size after the resize, its grid of patches,
-    its tokens, and the limit that would halve them. Loads no weights.
+    its tokens, the limit that would halve them, and what encoding it takes. Loads no weights.
     """
     return flags.Invocation(partial(look, tuple(files)), flags.given(context.params))
 
@@ -42,8 +44,9 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
     """Do what `inspect` was asked. Raises InputError at the first file that cannot be used."""
     with signals.held():
         from kestrel_cli.render import Screen
+        from kestrel_cuda.encode import encode_cost
         from kestrel_cuda.inputs.image_size import with_limits
-        from kestrel_cuda.inputs.inspection import image_rules, inspect_picture
+        from kestrel_cuda.inputs.inspection import inspect_picture, picture_rules
 
     settings = options.settle(options.INSPECT, given, variables)
     screen = Screen(settings[options.QUIET], variables)
@@ -52,20 +55,22 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
     if settings.source(options.MODEL) == "default":
         heard.note("no --model given: sizes are those of the small embedded model, whose limits are low")
     with settings.naming_sources():
+        given_rules, vision = picture_rules(settings[options.MODEL])
         rules = with_limits(
-            image_rules(settings[options.MODEL]),
+            given_rules,
             min_pixels=settings[options.MIN_PIXELS],
             max_pixels=settings[options.MAX_PIXELS],
             image_tokens=settings[options.IMAGE_TOKENS],
         )
-    inspections = []
+    inspections, costs = [], []
     for file in files:
         inspections.append(inspect_picture(file, rules))
-        output.text(_lines(inspections[-1], rules))
-    output.result(inspect_result(inspections, settings, heard))
+        costs.append(encode_cost(vision, inspections[-1].size.grid_thw))
+        output.text(_lines(inspections[-1], rules, costs[-1]))
+    output.result(inspect_result(inspections, costs, settings, heard))
 
 
-def _lines(inspection: Inspection, rules: ImageProcessorConfig) -> str:
+def _lines(inspection: Inspection, rules: ImageProcessorConfig, cost: EncodeCost) -> str:
     size, half = inspection.size, inspection.half
     done = "".join(f"; {note}" for note in inspection.notes)
     grid = " x ".join(map(str, size.grid_thw))
@@ -80,4 +85,11 @@ def _lines(inspection: Inspection, rules: ImageProcessorConfig) -> str:
         f"{escape_controls(inspection.path)}: {inspection.height} x {inspection.width} (height x width)"
         f"{escape_controls(done)}\n"
         f"  resized to {size.height} x {size.width}, grid {grid}, {tokens}; {limit}\n"
+        f"  encoding takes {_operations(cost.flops)}, about {cost.h200_ms:.0f} ms on an H200, and "
+        f"{format_size(cost.device_bytes)} of a GPU: tower {format_size(cost.tower_bytes)}, buffers "
+        f"{format_size(cost.buffer_bytes)}, features {format_size(cost.feature_bytes)}\n"
     )
+
+
+def _operations(flops: int) -> str:
+    return f"{flops / 1e12:.3g} TFLOP" if flops >= 10**11 else f"{flops / 1e9:.3g} GFLOP"

@@ -15,6 +15,7 @@ from kestrel_cuda.report import LoadReport, RunReport
 
 if TYPE_CHECKING:
     from kestrel_cuda.bench import BenchReport
+    from kestrel_cuda.encode import EncodeCost
     from kestrel_cuda.inputs.inspection import Inspection
 
 
@@ -71,7 +72,9 @@ def bench_result(report: BenchReport, settings: Settings, heard: Heard) -> dict[
     }
 
 
-def inspect_result(inspections: Sequence[Inspection], settings: Settings, heard: Heard) -> dict[str, object]:
+def inspect_result(
+    inspections: Sequence[Inspection], costs: Sequence[EncodeCost], settings: Settings, heard: Heard
+) -> dict[str, object]:
     """What pictures become, in plain JSON types; sizes are [height, width], `half` is null where no limit halves."""
     return {
         "version": __version__,
@@ -84,9 +87,14 @@ def inspect_result(inspections: Sequence[Inspection], settings: Settings, heard:
                 "grid": list(inspection.size.grid_thw),
                 "tokens": inspection.size.num_tokens,
                 "half": None if inspection.half is None else asdict(inspection.half),
+                "cost": {
+                    **asdict(cost),
+                    "device_bytes": cost.device_bytes,
+                    "estimated_h200_ms": round(cost.h200_ms, 1),
+                },
                 "notes": list(inspection.notes),
             }
-            for inspection in inspections
+            for inspection, cost in zip(inspections, costs, strict=True)
         ],
         "settings": settings.as_json(),
         **heard.as_json(),

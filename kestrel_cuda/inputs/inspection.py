@@ -8,7 +8,7 @@ from pathlib import Path
 from kestrel_cuda.checkpoint.config_json import read_config
 from kestrel_cuda.checkpoint.locate import check_directory
 from kestrel_cuda.checkpoint.processor_json import check_processor, read_image_processor
-from kestrel_cuda.config import ImageProcessorConfig
+from kestrel_cuda.config import ImageProcessorConfig, VisionConfig
 from kestrel_cuda.inputs.image_size import ImageSize, halving_tokens, image_size
 from kestrel_cuda.inputs.pictures import open_picture
 
@@ -34,12 +34,13 @@ class Inspection:
     half: Half | None
 
 
-def image_rules(directory: Path) -> ImageProcessorConfig:
-    """How the checkpoint in `directory` takes pictures. Raises CheckpointError where it takes none."""
+def picture_rules(directory: Path) -> tuple[ImageProcessorConfig, VisionConfig]:
+    """How the checkpoint in `directory` takes pictures, and its tower. Raises CheckpointError where it takes none."""
     check_directory(directory)
-    rules = read_image_processor(directory)
-    check_processor(rules, read_config(directory / "config.json"), directory)
-    return rules
+    rules, config = read_image_processor(directory), read_config(directory / "config.json")
+    check_processor(rules, config, directory)
+    assert config.vision is not None
+    return rules, config.vision
 
 
 def inspect_picture(path: str, rules: ImageProcessorConfig) -> Inspection:

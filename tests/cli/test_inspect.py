@@ -51,7 +51,7 @@ def one(ran: tuple[int, str, str]) -> dict[str, Any]:
     return image
 
 
-def test_two_lines_a_picture(inspect: Inspect, released: Path, tmp_path: Path) -> None:
+def test_three_lines_a_picture(inspect: Inspect, released: Path, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     photo = picture(tmp_path / "photo.jpg", 1080, 1920, exif=exif)
@@ -62,9 +62,13 @@ def test_two_lines_a_picture(inspect: Inspect, released: Path, tmp_path: Path) -
         f"{photo}: 1920 x 1080 (height x width); turned by 90° clockwise (EXIF orientation 6)\n"
         "  resized to 1920 x 1088, grid 1 x 120 x 68, 2040 tokens; "
         "--image-tokens 1040 (--max-pixels 1064960) would make it 1008\n"
+        "  encoding takes 73.5 GFLOP, about 8 ms on an H200, and 84.97 MiB of a GPU: tower 1.23 MiB, "
+        "buffers 79.76 MiB, features 3.98 MiB\n"
         f"{cut_out}: 256 x 256 (height x width); transparency laid over white\n"
         "  resized to 256 x 256, grid 1 x 16 x 16, 64 tokens; "
         "no smaller limit halves that: pictures have at least 65536 pixels (--min-pixels)\n"
+        "  encoding takes 0.235 GFLOP, about 8 ms on an H200, and 3.85 MiB of a GPU: tower 1.23 MiB, "
+        "buffers 2.50 MiB, features 128.00 KiB\n"
     )
     assert err.startswith("settings")
     assert "embedded" not in err
@@ -85,7 +89,12 @@ def test_json_is_one_object(inspect: Inspect, released: Path, tmp_path: Path) ->
         "tokens": 880,
         "half": {"image_tokens": 455, "max_pixels": 465920, "tokens": 420},
         "notes": ["palette colours converted to RGB"],
+        "cost": result["images"][0]["cost"],
     }
+    cost = result["images"][0]["cost"]
+    sizes = ("tower_bytes", "buffer_bytes", "feature_bytes")
+    assert set(cost) == {"flops", *sizes, "device_bytes", "estimated_h200_ms"}
+    assert cost["device_bytes"] == sum(cost[size] for size in sizes)
     assert result["settings"]["model"] == {"value": str(released), "source": "flag"}
 
 
@@ -223,5 +232,5 @@ def test_a_file_has_to_be_named(inspect: Inspect) -> None:
 
 def test_names_with_control_characters_stay_on_their_line(inspect: Inspect, tmp_path: Path) -> None:
     out = inspect(picture(tmp_path / "a\n\x1b[31m.png", 64, 64))[1]
-    assert out.count("\n") == 2
+    assert out.count("\n") == 3
     assert "\x1b" not in out

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kestrel_cuda.config import EngineConfig, Grid, Quant, VisionConfig
+from kestrel_cuda.encode import encode_cost
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.model.prompt_positions import Visual
@@ -146,3 +147,32 @@ def test_loading_again_starts_anew(opened: Open) -> None:
     engine.load(CTX)
     assert engine.plan is not None
     assert "features of pictures" not in dict(engine.plan.rows)
+
+
+def test_the_cost_is_counted_as_the_steps_do_it() -> None:
+    """The released 8B tower over 1088 x 1920 pixels, by hand; twice the frames are twice the work."""
+    vision = VisionConfig(
+        depth=27,
+        hidden_size=1152,
+        num_heads=16,
+        intermediate_size=4304,
+        out_hidden_size=4096,
+        in_channels=3,
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        position_side=48,
+        deepstack_blocks=(8, 16, 24),
+        rope_theta=10000.0,
+    )
+    cost = encode_cost(vision, (1, 68, 120))
+    block = 3 * 1152**2 + 1152**2 + 2 * 1152 * 4304
+    mergers = 4 * 2040 * (4608 * 4608 + 4608 * 4096)
+    products = 8160 * (1536 * 1152 + 27 * block) + mergers + 27 * 2 * 8160**2 * 1152
+    assert cost.flops == 2 * products
+    # The released checkpoints' count of vision parameters (qwen3vl-facts, 2) is 576.4 million.
+    assert cost.tower_bytes == pytest.approx(2 * 576.4e6, rel=0.01)
+    video = encode_cost(vision, (2, 68, 120))
+    assert video.flops == 2 * cost.flops
+    assert video.feature_bytes == 2 * cost.feature_bytes
+    assert video.buffer_bytes == cost.buffer_bytes
