@@ -146,10 +146,11 @@ class Quant(StrEnum):
 
 
 class KvDtype(StrEnum):
-    """The element type of the key-value cache."""
+    """How entries of the key-value cache are stored; q8 is int8 with a float16 scale for 32 channels."""
 
     F16 = "f16"
     F32 = "f32"
+    Q8 = "q8"
 
 
 class Policy(StrEnum):

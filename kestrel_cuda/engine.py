@@ -17,9 +17,9 @@ from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import NOT_FINITE, open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
-from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
+from kestrel_cuda.config import EngineConfig, Evict, KvDtype, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
-from kestrel_cuda.errors import CheckpointError, InputError, InternalError
+from kestrel_cuda.errors import CheckpointError, InputError, InternalError, SettingError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
@@ -27,7 +27,7 @@ from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits
 from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
 from kestrel_cuda.load import WeightLoader
-from kestrel_cuda.model.kv_cache import KvCache
+from kestrel_cuda.model.kv_cache import KvCache, check_kv_dtype
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
@@ -57,6 +57,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.checkpoint = open_checkpoint(config.model)
+        check_kv_dtype(self.checkpoint.config.text, config.kv_dtype)
         self.tokenizer = Tokenizer.load(config.model)
         self.chat = ChatTemplate.load(config.model)
         check_vocabulary(self.checkpoint, self.tokenizer)
@@ -77,7 +78,10 @@ class Engine:
 
     @classmethod
     def open(cls, config: EngineConfig) -> Engine:
-        """Check a checkpoint and its tokenizer. Raises CheckpointError; allocates nothing on a device."""
+        """Check a checkpoint and its tokenizer; allocates nothing on a device.
+
+        Raises CheckpointError, and SettingError for a cache that its heads do not fit.
+        """
         return cls(config)
 
     # prompts: what these do and raise, prompts.py has
@@ -132,6 +136,8 @@ class Engine:
             warnings += self.chat.warnings
         backend = self._opened_backend()
         warnings += self._backend_warnings
+        if config.kv_dtype is KvDtype.Q8 and backend.name == "cuda":
+            raise SettingError("--kv q8 has no kernels on a GPU yet; use --kv f16, or --backend cpu")
         backend.check_heads(model.text.head_dim, model.text.num_heads // model.text.num_kv_heads)
         quantized = config.quant is not Quant.NONE
         weights = plan_weights(model, config.quant, self._stored_element)

@@ -8,6 +8,7 @@ from itertools import chain
 
 import numpy as np
 
+from kestrel_cuda.attention_checks import attention_checks
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.engine import Engine
@@ -53,7 +54,7 @@ def run_selftest(config: EngineConfig, on_open: OnOpen, on_check: Callable[[Chec
     on_open(backend.name, backend.device_name, reason)
     checks = []
     try:
-        for check in chain(step_checks(backend), stretch_checks(backend)):
+        for check in chain(step_checks(backend), attention_checks(backend), stretch_checks(backend)):
             on_check(check)
             checks.append(check)
     finally:

@@ -7,10 +7,11 @@ from functools import partial
 
 import numpy as np
 
-from kestrel_cuda.backends.base import Activation, Backend, HeadShape, KvLayer
+from kestrel_cuda.attention_checks import CONTEXTS, cache_arrays, filled_cache, heads_for
+from kestrel_cuda.backends.base import Activation, Backend, HeadShape
 from kestrel_cuda.backends.composed import ComposedSteps
-from kestrel_cuda.config import Quant
-from kestrel_cuda.step_checks import CONTEXTS, HEADS, Check, pack, poison, quantized_out, sequence_at
+from kestrel_cuda.config import KvDtype, Quant
+from kestrel_cuda.step_checks import Check, pack, poison, quantized_out, sequence_at
 from kestrel_cuda.weight_keys import Projection
 
 
@@ -54,24 +55,25 @@ def _row_bits(backend: Backend, out: Activation) -> tuple[bytes, bytes]:
 
 def _check_attention(backend: Backend, rng: np.random.Generator) -> Check:
     """The contract for attention: one row in one stretch has the bits of its steps."""
-    differing = 0
-    for num_heads, num_kv_heads, d in HEADS:
-        size = num_heads * d
-        heads = HeadShape(num_heads, num_kv_heads, d, size, size + num_kv_heads * d, 1e-6)
-        for num_slots in CONTEXTS:
-            old = rng.standard_normal((2, num_kv_heads, num_slots, d)).astype(np.float16)
-            old[:, :, num_slots - 1 :] = np.nan
-            state = sequence_at(backend, num_slots, num_slots - 1, d // 2, rng)
-            qkv = backend.to_device(rng.standard_normal((1, size + 2 * num_kv_heads * d), dtype=np.float32))
-            q_norm, k_norm = (backend.to_device(rng.uniform(0.5, 1.5, d).astype(np.float32)) for _ in range(2))
-            backend.reserve_attention(heads, 1, num_slots)
-            found = []
-            for rope_attend in (backend.rope_attend, partial(ComposedSteps.rope_attend, backend)):  # type: ignore[arg-type]
-                kv = KvLayer(backend.to_device(old[0].copy()), backend.to_device(old[1].copy()))
-                q, out = backend.zeros((1, num_heads, d), np.float32), quantized_out(backend, 1, size)
-                rope_attend(qkv, q_norm, k_norm, heads, state, kv, q, out, 1, num_slots)
-                caches = tuple(backend.to_host(cache).tobytes() for cache in (kv.k_hsd, kv.v_hsd))
-                found.append((_row_bits(backend, out), caches))
-            differing += found[0] != found[1]
-    detail = f"{differing} of {len(HEADS) * len(CONTEXTS)} shapes differ from their steps"
+    differing, num_shapes = 0, 0
+    for dtype in (KvDtype.F16,) if backend.name == "cuda" else (KvDtype.F16, KvDtype.Q8):
+        for num_heads, num_kv_heads, d in heads_for(dtype):
+            size = num_heads * d
+            heads = HeadShape(num_heads, num_kv_heads, d, size, size + num_kv_heads * d, 1e-6)
+            for num_slots in CONTEXTS:
+                state = sequence_at(backend, num_slots, num_slots - 1, d // 2, rng)
+                qkv = backend.to_device(rng.standard_normal((1, size + 2 * num_kv_heads * d), dtype=np.float32))
+                q_norm, k_norm = (backend.to_device(rng.uniform(0.5, 1.5, d).astype(np.float32)) for _ in range(2))
+                backend.reserve_attention(heads, 1, num_slots)
+                found, seed = [], int(rng.integers(1 << 31))
+                for rope_attend in (backend.rope_attend, partial(ComposedSteps.rope_attend, backend)):  # type: ignore[arg-type]
+                    entries = np.random.default_rng(seed)
+                    kv = filled_cache(backend, entries, dtype, (num_kv_heads, num_slots, d), num_slots - 1)
+                    q, out = backend.zeros((1, num_heads, d), np.float32), quantized_out(backend, 1, size)
+                    rope_attend(qkv, q_norm, k_norm, heads, state, kv, q, out, 1, num_slots)
+                    caches = tuple(backend.to_host(cache).tobytes() for cache in cache_arrays(kv))
+                    found.append((_row_bits(backend, out), caches))
+                differing += found[0] != found[1]
+                num_shapes += 1
+    detail = f"{differing} of {num_shapes} shapes differ from their steps"
     return Check("rotation and attention in one", differing == 0, detail)

@@ -1,26 +1,29 @@
-"""What each way to store the weights costs: distance from float32 goldens, over every prompt position of a checkpoint.
+"""What each way to store weights and cache costs: distance from float32 goldens, over all prompt positions.
 
 The goldens are the reference implementation's (tests/data/oracle/README.md), found beside a checkpoint:
 `ORACLE/checkpoints/NAME` has `ORACLE/golden/NAME/{text,raw}-*.npz`; those of pictures are left out, whose features are
-not quantized. Prints one JSON object for each checkpoint and --quant.
+not quantized. Prints one JSON object for each checkpoint, --quant and --kv; a checkpoint that has no such cache is
+said on stderr and left out.
 
-    PYTHONPATH=. python scripts/quantization_error.py [CHECKPOINT ...] [--quant q8_0] [--backend cpu]
+    PYTHONPATH=. python scripts/quantization_error.py [CHECKPOINT ...] [--quant q8_0] [--kv q8] [--backend cpu]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kestrel_cuda.config import EngineConfig, Quant
+from kestrel_cuda.config import EngineConfig, KvDtype, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import InternalError
+from kestrel_cuda.errors import InternalError, SettingError
 
 ORACLE = Path(__file__).resolve().parents[1] / "tests" / "data" / "oracle"
 
@@ -120,6 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoints", type=Path, nargs="*", help="[default: every one of tests/data/oracle]")
     parser.add_argument("--quant", choices=list(Quant), type=Quant, action="append", help="[default: each in turn]")
+    parser.add_argument(
+        "--kv", choices=list(KvDtype), type=KvDtype, action="append", help="[default: what --quant has]"
+    )
     parser.add_argument("--backend", choices=["auto", "cuda", "cpu"], default="auto")
     arguments = parser.parse_args()
     checkpoints = arguments.checkpoints or sorted((ORACLE / "checkpoints").iterdir())
@@ -129,13 +135,18 @@ def main() -> None:
             if arguments.checkpoints:
                 parser.error(f"{checkpoint} has no goldens: ../../golden/{checkpoint.name}/{{text,raw}}-*.npz")
             continue
-        for quant in arguments.quant or list(Quant):
-            engine = Engine.open(EngineConfig(model=checkpoint, backend=arguments.backend, quant=quant))
+        for quant, kv in product(arguments.quant or list(Quant), arguments.kv or [None]):
+            config = EngineConfig(model=checkpoint, backend=arguments.backend, quant=quant, kv=kv)
+            try:
+                engine = Engine.open(config)
+            except SettingError as refusal:
+                print(f"{checkpoint.name}: {refusal}", file=sys.stderr)
+                continue
             load = engine.load(max(len(golden.prompt_ids) for golden in goldens) + 1)
             error = measure(goldens, prompt_logits_of(engine))
             engine.close()
-            said = {"checkpoint": checkpoint.name, "quant": str(quant), "device": load.device, **asdict(error)}
-            print(json.dumps(said), flush=True)
+            said = {"checkpoint": checkpoint.name, "quant": str(quant), "kv": str(config.kv_dtype)}
+            print(json.dumps({**said, "device": load.device, **asdict(error)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,11 @@ Quant = Annotated[
 Kv = Annotated[
     str | None,
     typer.Option(
-        "--kv", metavar="f16|f32", help="Key-value cache element.  [default: f32 with --quant none, else f16]"
+        "--kv",
+        metavar="f16|f32|q8",
+        help="Entries of the key-value cache. q8, int8 with a scale for 32, takes 53 % of f16's bytes and costs about "
+        "0.01 nats (mean KL divergence, random test weights; q8_0 weights cost 0.07).  [default: f32 with --quant "
+        "none, else f16]",
     ),
 ]
 Ctx = Annotated[

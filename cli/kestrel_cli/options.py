@@ -66,7 +66,7 @@ BACKEND = Setting[BackendName](
 )
 DEVICE = Setting[int]("device", 0, "a whole number", values.number, variable="KESTREL_CUDA_DEVICE")
 QUANT = Setting[Quant]("quant", Quant.Q8_0, "q8_0, q4_0, g256 or none", Quant, variable="KESTREL_CUDA_QUANT")
-KV = Setting[KvDtype | None]("kv", None, "f16 or f32", KvDtype, variable="KESTREL_CUDA_KV")
+KV = Setting[KvDtype | None]("kv", None, "f16, f32 or q8", KvDtype, variable="KESTREL_CUDA_KV")
 CTX = Setting[int | None]("ctx", None, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_CTX")
 KEEP = Setting[int | None](
     "keep",

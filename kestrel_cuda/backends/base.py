@@ -102,10 +102,13 @@ def new_activation(
 
 @dataclass(frozen=True)
 class KvLayer:
-    """Keys and values of one layer: [kv_heads, ctx, head_dim] of float16 or float32."""
+    """Keys and values of one layer: [kv_heads, ctx, head_dim] of float16 or float32, or of int8 codes with float16
+    scales [kv_heads, ctx, head_dim / 32] (quant/kv_rows.py)."""
 
     k_hsd: Array
     v_hsd: Array
+    k_scales_hsg: Array | None = None
+    v_scales_hsg: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from kestrel_cuda.quant.grouped import (
     quantize,
     quantize_activations,
 )
+from kestrel_cuda.quant.kv_rows import dequantize_kv, quantize_kv
 from kestrel_cuda.quant.packed import (
     Element,
     PackedGeometry,
@@ -280,10 +281,14 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
         v = qkv_mn[:num_rows, heads.v_column : heads.v_column + kv_size].reshape(num_rows, -1, d)
         q_mhd[:num_rows] = rotate(rms_norm(q, q_norm_d, heads.norm_eps), cos, sin)
         keys = rotate(rms_norm(k, k_norm_d, heads.norm_eps), cos, sin)
-        for cache_hsd, rows in ((kv.k_hsd, keys), (kv.v_hsd, v)):
-            if cache_hsd.dtype == np.float16:
-                rows = np.clip(rows, -LARGEST_F16, LARGEST_F16)
-            cache_hsd[:, slots] = rows.transpose(1, 0, 2)
+        for cache_hsd, scales_hsg, rows in ((kv.k_hsd, kv.k_scales_hsg, keys), (kv.v_hsd, kv.v_scales_hsg, v)):
+            rows_hsd = rows.transpose(1, 0, 2)
+            if scales_hsg is not None:
+                cache_hsd[:, slots], scales_hsg[:, slots] = quantize_kv(rows_hsd)
+            elif cache_hsd.dtype == np.float16:
+                cache_hsd[:, slots] = np.clip(rows_hsd, -LARGEST_F16, LARGEST_F16)
+            else:
+                cache_hsd[:, slots] = rows_hsd
 
     @_silent
     def attend(
@@ -297,12 +302,13 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
         num_slots: int,
     ) -> None:
         d = heads.head_dim
-        # A float16 cache is multiplied in float16 with float32 sums: queries and weights are rounded too.
-        rounded = kv.k_hsd.dtype
+        k_hsd = _entries(kv.k_hsd, kv.k_scales_hsg, num_slots)
+        v_hsd = _entries(kv.v_hsd, kv.v_scales_hsg, num_slots)
+        # Float16 entries are multiplied in float16 with float32 sums: queries and weights are rounded too.
+        rounded = k_hsd.dtype
         q = q_mhd[:num_rows].astype(rounded).astype(np.float32)
         q = q.reshape(num_rows, heads.num_kv_heads, heads.queries_per_kv, d).transpose(1, 2, 0, 3)
-        k = kv.k_hsd[:, None, :num_slots].astype(np.float32)
-        v = kv.v_hsd[:, None, :num_slots].astype(np.float32)
+        k, v = k_hsd[:, None].astype(np.float32), v_hsd[:, None].astype(np.float32)
         result = np.empty((num_rows, heads.num_kv_heads, heads.queries_per_kv, d), np.float32)
         # Blocks of queries keep the scores linear in the length of the context.
         for begin in range(0, num_rows, 64):
@@ -341,6 +347,13 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
 
     def close(self) -> None:
         pass
+
+
+def _entries(cache_hsd: NDArray[Any], scales_hsg: NDArray[np.float16] | None, num_slots: int) -> NDArray[np.floating]:
+    """The first slots of keys or values as they are multiplied: float16 or float32."""
+    if scales_hsg is None:
+        return cache_hsd[:, :num_slots]
+    return dequantize_kv(cache_hsd[:, :num_slots], scales_hsg[:, :num_slots])
 
 
 def _float_values(values_kn: NDArray[np.generic], geometry: PackedGeometry) -> NDArray[np.float32]:

@@ -24,7 +24,14 @@ POISON_F16 = np.uint16(0x7EAD).view(np.float16)
 POISON_TOKEN = np.int32(-7)
 """What no step writes: NaNs with a payload of their own, and an id that would be read out of bounds."""
 
-_INTEGERS = {2: np.uint16, 4: np.uint32}
+POISON_CODE = np.int8(99)
+
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_POISON = {
+    np.dtype(np.int8): POISON_CODE,
+    np.dtype(np.float16): POISON_F16,
+    np.dtype(np.float32): POISON_F32,
+}
 
 
 def rng(*seed: int) -> np.random.Generator:
@@ -53,7 +60,7 @@ def assert_same_bits(actual: NDArray[Any], expected: NDArray[Any], what: str = "
 
 def poison(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
     """A host array that is poison all over."""
-    return np.full(shape, POISON_F16 if np.dtype(dtype) == np.float16 else POISON_F32, dtype)
+    return np.full(shape, _POISON[np.dtype(dtype)], dtype)
 
 
 def poisoned(backend: Backend, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:

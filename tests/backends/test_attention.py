@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 from kestrel_cuda.backends.base import Activation, Array, Backend, HeadShape, KvLayer, SequenceState
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.quant.grouped import quantize_activations
+from kestrel_cuda.quant.kv_rows import dequantize_kv, quantize_kv
 from tests.backends.arrays import (
     Doubles,
     Floats,
@@ -26,7 +28,9 @@ from tests.backends.arrays import (
 )
 from tests.compare import assert_close
 
-F16, F32 = np.float16, np.float32
+F16, F32, Q8 = np.float16, np.float32, np.int8
+"""Kinds of cache by the dtype of what they hold; int8 codes have float16 scales beside them."""
+
 NUM_QUERIES = [1, 2, 7, 8, 9, 33, 100]
 # Around the subtiles of 64 and the splits of 256.
 NUM_SLOTS = [
@@ -58,28 +62,36 @@ NUM_SLOTS = [
 SHAPES = [
     (16, 1, 3, F32), (16, 4, 2, F16), (32, 2, 2, F32), (32, 5, 1, F16), (64, 3, 2, F16), (64, 8, 1, F32),
     (128, 1, 2, F16), (128, 2, 2, F32), (128, 4, 1, F32), (128, 8, 1, F16),
+    (32, 3, 2, Q8), (64, 2, 2, Q8), (128, 2, 3, Q8), (128, 7, 1, Q8),
 ]  # fmt: skip
 # The most queries a kv head that the kernels take.
-LARGEST = [(16, 16, 2, F16), (64, 16, 1, F16), (128, 16, 1, F16), (128, 16, 1, F32)]
+LARGEST = [(16, 16, 2, F16), (64, 16, 1, F16), (128, 16, 1, F16), (128, 16, 1, F32), (32, 16, 1, Q8), (128, 16, 1, Q8)]
 IDS, LARGEST_IDS = (
     [f"d{d}-{group}x{kv_heads}-{dtype.__name__}" for d, group, kv_heads, dtype in shapes]
     for shapes in (SHAPES, LARGEST)
 )
 
-# Both sides read the same cache and, where that is float16, the same rounded queries. What is left there are weights
-# rounded to float16: relative errors of up to 2^-11, whose mean square is below 8e-8.
-MAX_NMSE = {F16: 1e-6, F32: 2e-12}
-MAX_NMSE_BETWEEN_BACKENDS = {F16: 1e-5, F32: 1e-9}
+# Both sides read the same cache and, where its entries are float16, the same rounded queries. What is left there are
+# weights rounded to float16: relative errors of up to 2^-11, whose mean square is below 8e-8.
+MAX_NMSE = {F16: 1e-6, Q8: 1e-6, F32: 2e-12}
+MAX_NMSE_BETWEEN_BACKENDS = {F16: 1e-5, Q8: 1e-5, F32: 1e-9}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Queries of every position, and keys and values of every slot."""
+    """Queries of every position, keys and values of every slot as they are multiplied, and what a cache holds of them:
+    `stored` has (entries,) of both, or (codes, scales)."""
 
     heads: HeadShape
     q_thd: Floats
     k_hsd: NDArray[np.floating]
     v_hsd: NDArray[np.floating]
+    stored: tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]
+
+    @property
+    def as_halves(self) -> Case:
+        """The same over a float16 cache."""
+        return replace(self, stored=((self.k_hsd,), (self.v_hsd,)))
 
 
 def case(head_dim: int, group: int, kv_heads: int, dtype: DTypeLike, length: int, sharpness: float = 1.0) -> Case:
@@ -87,8 +99,12 @@ def case(head_dim: int, group: int, kv_heads: int, dtype: DTypeLike, length: int
     num_heads = group * kv_heads
     heads = HeadShape(num_heads, kv_heads, head_dim, num_heads * head_dim, (num_heads + kv_heads) * head_dim, 1e-6)
     q = normal(random, length, num_heads, head_dim, scale=sharpness)
-    k, v = (normal(random, kv_heads, length, head_dim).astype(dtype) for _ in range(2))
-    return Case(heads, q, k, v)
+    k, v = (normal(random, kv_heads, length, head_dim) for _ in range(2))
+    if np.dtype(dtype) == Q8:
+        k_rows, v_rows = quantize_kv(k), quantize_kv(v)
+        return Case(heads, q, dequantize_kv(*k_rows), dequantize_kv(*v_rows), (k_rows, v_rows))
+    k, v = k.astype(dtype), v.astype(dtype)
+    return Case(heads, q, k, v, ((k,), (v,)))
 
 
 def expected_attention(given: Case, first: int, num_rows: int) -> Doubles:
@@ -118,13 +134,15 @@ def reserve(backend: Backend, heads: HeadShape, max_rows: int, ctx: int) -> None
 
 def cache_with_poison(backend: Backend, given: Case, num_slots: int, ctx: int, beyond: float) -> KvLayer:
     """The first slots of the case; what lies beyond them must not matter."""
-    kv_heads, _, d = given.k_hsd.shape
-    caches = []
-    for cache in (given.k_hsd, given.v_hsd):
-        whole = np.full((kv_heads, ctx, d), beyond, cache.dtype)
-        whole[:, :num_slots] = cache[:, :num_slots]
-        caches.append(backend.to_device(whole))
-    return KvLayer(*caches)
+
+    def padded(array: NDArray[Any]) -> Array:
+        kv_heads, _, width = array.shape
+        whole = np.full((kv_heads, ctx, width), 77 if array.dtype == Q8 else beyond, array.dtype)
+        whole[:, :num_slots] = array[:, :num_slots]
+        return backend.to_device(whole)
+
+    (k, *k_scales), (v, *v_scales) = ([padded(array) for array in side] for side in given.stored)
+    return KvLayer(k, v, *k_scales, *v_scales)
 
 
 def attend(
@@ -151,7 +169,7 @@ def attend(
 
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "dtype"), SHAPES, ids=IDS)
 def test_contexts_and_query_counts(
-    backend: Backend, cpu_backend: Backend, head_dim: int, group: int, kv_heads: int, dtype: type[np.floating]
+    backend: Backend, cpu_backend: Backend, head_dim: int, group: int, kv_heads: int, dtype: type[np.generic]
 ) -> None:
     given = case(head_dim, group, kv_heads, dtype, max(NUM_SLOTS))
     for number, num_slots in enumerate(NUM_SLOTS):
@@ -169,10 +187,10 @@ def test_contexts_and_query_counts(
                 assert_close(actual, on_cpu, max_nmse=bound, what=f"{what} against the CPU")
 
 
-@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("dtype", [F16, F32, Q8])
 @pytest.mark.parametrize("m", [1, 8, 9, 33])
 @pytest.mark.parametrize("ctx", [300, 301, 700])
-def test_slots_beyond_the_last_do_not_matter(backend: Backend, m: int, ctx: int, dtype: type[np.floating]) -> None:
+def test_slots_beyond_the_last_do_not_matter(backend: Backend, m: int, ctx: int, dtype: type[np.generic]) -> None:
     given, num_slots = case(64, 2, 3, dtype, 300), 300
     results = [
         read_values(backend, *attend(backend, given, num_slots - m, m, ctx=ctx, beyond=beyond))
@@ -183,14 +201,14 @@ def test_slots_beyond_the_last_do_not_matter(backend: Backend, m: int, ctx: int,
     assert_close(results[0], expected_attention(given, num_slots - m, m), max_nmse=MAX_NMSE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("dtype", [F16, F32, Q8])
 @pytest.mark.parametrize("m", [1, 8, 9, 100])
-def test_sharp_attention(backend: Backend, m: int, dtype: type[np.floating]) -> None:
+def test_sharp_attention(backend: Backend, m: int, dtype: type[np.generic]) -> None:
     """Scores up to about 60, so that a split's maximum moves and earlier splits nearly vanish."""
     given = case(128, 4, 2, dtype, 900, sharpness=15)
     actual = read_values(backend, *attend(backend, given, 900 - m, m))
     # A float32 dot of 680, and so a score of 60, is off by some 1e-5, and so is its exponential.
-    assert_close(actual, expected_attention(given, 900 - m, m), max_nmse=MAX_NMSE[F16] if dtype == F16 else 1e-10)
+    assert_close(actual, expected_attention(given, 900 - m, m), max_nmse=1e-10 if dtype == F32 else MAX_NMSE[dtype])
 
 
 @pytest.mark.parametrize("m", [1, 9])
@@ -208,11 +226,11 @@ def test_one_slot_that_takes_everything(backend: Backend, m: int, at: int) -> No
     assert_close(actual, expected_attention(given, 300 - m, m), max_nmse=MAX_NMSE[F32])
 
 
-@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("dtype", [F16, F32, Q8])
 @pytest.mark.parametrize("m", [1, 20])
-def test_equal_scores_give_the_mean(backend: Backend, m: int, dtype: type[np.floating]) -> None:
+def test_equal_scores_give_the_mean(backend: Backend, m: int, dtype: type[np.generic]) -> None:
     given = case(32, 2, 2, dtype, 600)
-    given.k_hsd[:] = 0
+    given.stored[0][0][:] = 0
     actual = read_values(backend, *attend(backend, given, 600 - m, m))
     mean = given.v_hsd.astype(np.float64).cumsum(axis=1) / np.arange(1, 601)[:, None]
     expected = np.repeat(mean[:, 600 - m :], 2, axis=0).transpose(1, 0, 2).reshape(m, -1)
@@ -232,11 +250,52 @@ def test_quantized_is_the_plain_result_quantized(
     assert_same_bits(scales, expected_scales, "scales")
 
 
+@pytest.mark.parametrize(("head_dim", "group", "kv_heads"), [(32, 3, 2), (64, 2, 3), (128, 2, 2), (128, 16, 1)])
+def test_an_int8_cache_gives_the_bits_of_its_entries_in_float16(
+    backend: Backend, head_dim: int, group: int, kv_heads: int
+) -> None:
+    """From every kernel: one query, few and many, over whole and ragged splits."""
+    given = case(head_dim, group, kv_heads, Q8, 1100, sharpness=3)
+    for num_slots in NUM_SLOTS:
+        for m in (1, 2, 8, 9, 33, 100):
+            if m > num_slots:
+                continue
+            actual, expected = (
+                read_values(backend, *attend(backend, one, num_slots - m, m, ctx=num_slots + num_slots % 3))
+                for one in (given, given.as_halves)
+            )
+            assert_same_bits(actual, expected, f"{m} queries over {num_slots} slots")
+
+
+@pytest.mark.parametrize("m", [1, 9])
+def test_extreme_entries_of_an_int8_cache(backend: Backend, m: int) -> None:
+    """Every code, with scales that are 0, subnormal, ordinary and the largest."""
+    given = case(128, 2, 1, Q8, 300)
+    codes = np.resize(np.arange(-127, 128, dtype=np.int8), (1, 300, 128))
+    scales = np.resize(np.array([2.0**-24, 0, 3e-6, 1e-3, 0.07, 1, 515.5], np.float16), (1, 300, 4))
+    k, v = given.stored[0], (codes, scales)
+    extreme = replace(given, v_hsd=dequantize_kv(*v), stored=(k, v))
+    actual, expected = (read_values(backend, *attend(backend, one, 300 - m, m)) for one in (extreme, extreme.as_halves))
+    assert_same_bits(actual, expected)
+    assert_close(actual, expected_attention(extreme, 300 - m, m), max_nmse=MAX_NMSE[Q8])
+
+
+@pytest.mark.parametrize("m", [1, 8, 9])
+@pytest.mark.parametrize("at", ["key", "value"])
+def test_a_nan_scale_reaches_the_result(backend: Backend, m: int, at: str) -> None:
+    given = case(64, 2, 1, Q8, 100)
+    scales = given.stored[at == "value"][1]
+    scales[0, 50, 1] = np.nan
+    values = backend.to_host(attend(backend, given, 100 - m, m)[0].values_mk)[:m]
+    spoiled = slice(None) if at == "key" else np.tile([False] * 32 + [True] * 32, 2)
+    assert np.isnan(values[:, spoiled]).all()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("length", [1100])
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads", "dtype"), [*SHAPES, *LARGEST], ids=[*IDS, *LARGEST_IDS])
 def test_a_query_has_the_same_bits_in_every_chunking(
-    cuda_backend: Backend, head_dim: int, group: int, kv_heads: int, dtype: type[np.floating], length: int
+    cuda_backend: Backend, head_dim: int, group: int, kv_heads: int, dtype: type[np.generic], length: int
 ) -> None:
     """One query at a time, and prefill in chunks that few-query (up to 8) and many-query kernels take, cut at any
     position."""
@@ -272,13 +331,17 @@ def _in_chunks(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("group", [1, 2, 4, 16])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-def test_edges_of_the_many_query_tile(cuda_backend: Backend, head_dim: int, group: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(16, F16), (32, F16), (64, F16), (128, F16), (32, Q8), (64, Q8), (128, Q8)]
+)
+def test_edges_of_the_many_query_tile(
+    cuda_backend: Backend, head_dim: int, group: int, dtype: type[np.generic]
+) -> None:
     """Query counts around a tile of 64 rows, from positions around subtiles and splits, in a cache that ends with the
     last of them: the bits that few-query kernels give, and float64."""
     starts, counts = (0, 1, 50, 63, 64, 191, 255, 256, 300, 512), (9, 31, 32, 33, 64, 65)
     length = max(starts) + max(counts)
-    given = case(head_dim, group, 2, F16, length, sharpness=3)
+    given = case(head_dim, group, 2, dtype, length, sharpness=3)
     few = [read_values(cuda_backend, *attend(cuda_backend, given, i, min(8, length - i))) for i in range(0, length, 8)]
     alone, expected = np.concatenate(few), expected_attention(given, 0, length)
     for first in starts:
@@ -286,7 +349,7 @@ def test_edges_of_the_many_query_tile(cuda_backend: Backend, head_dim: int, grou
             rows, what = slice(first, first + m), f"{m} queries from position {first}"
             actual = read_values(cuda_backend, *attend(cuda_backend, given, first, m, ctx=first + m))
             assert_same_bits(actual, alone[rows], what)
-            assert_close(actual, expected[rows], max_nmse=MAX_NMSE[F16], what=what)
+            assert_close(actual, expected[rows], max_nmse=MAX_NMSE[dtype], what=what)
 
 
 @pytest.mark.cuda

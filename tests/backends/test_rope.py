@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from kestrel_cuda.backends.base import Array, Backend, HeadShape, KvLayer
+from kestrel_cuda.quant.kv_rows import KV_GROUP, quantize_kv
 from tests.backends.arrays import (
     Doubles,
     Floats,
@@ -24,7 +26,7 @@ from tests.compare import assert_close
 
 EPS = 1e-6
 HEAD_DIMS = [16, 32, 64, 128]
-CACHES = [pytest.param(np.float16, id="f16"), pytest.param(np.float32, id="f32")]
+CACHES = [pytest.param(np.float16, id="f16"), pytest.param(np.float32, id="f32"), pytest.param(np.int8, id="q8")]
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,19 @@ def case(num_rows: int, head_dim: int, num_heads: int = 4, num_kv_heads: int = 2
 
 @dataclass(frozen=True)
 class Stored:
-    """Queries [m, h, d] and the whole caches [h, s, d]."""
+    """Queries [m, h, d] and the whole caches [h, s, d], with the scales [h, s, g] of int8 ones."""
 
     q_mhd: Floats
-    k_hsd: Floats
-    v_hsd: Floats
+    k_hsd: NDArray[Any]
+    v_hsd: NDArray[Any]
+    k_scales_hsg: NDArray[Any] | None = None
+    v_scales_hsg: NDArray[Any] | None = None
+
+    @property
+    def caches(self) -> dict[str, NDArray[Any]]:
+        arrays = {"keys": self.k_hsd, "values": self.v_hsd}
+        scales = {"key scales": self.k_scales_hsg, "value scales": self.v_scales_hsg}
+        return arrays | {name: array for name, array in scales.items() if array is not None}
 
 
 def rope_store(backend: Backend, given: Case, position: int, ctx: int, dtype: DTypeLike) -> Stored:
@@ -67,7 +77,11 @@ def rope_store(backend: Backend, given: Case, position: int, ctx: int, dtype: DT
     m, heads = len(given.qkv_mn), given.heads
     state = sequence_state(backend, ctx, position, head_dim=heads.head_dim)
     cache_shape = (heads.num_kv_heads, ctx, heads.head_dim)
-    kv = KvLayer(poisoned(backend, cache_shape, dtype), poisoned(backend, cache_shape, dtype))
+    caches = [poisoned(backend, cache_shape, dtype) for _ in range(2)]
+    if np.dtype(dtype) == np.int8:
+        scale_shape = (*cache_shape[:2], heads.head_dim // KV_GROUP)
+        caches += [poisoned(backend, scale_shape, np.float16) for _ in range(2)]
+    kv = KvLayer(*caches)
     q: Array = poisoned(backend, (m + 2, heads.num_heads, heads.head_dim))
     backend.rope_store(
         backend.to_device(given.qkv_mn.copy()),
@@ -79,13 +93,13 @@ def rope_store(backend: Backend, given: Case, position: int, ctx: int, dtype: DT
         q,
         m,
     )
-    q_mhd, k_hsd, v_hsd = (backend.to_host(array) for array in (q, kv.k_hsd, kv.v_hsd))
+    q_mhd = backend.to_host(q)
     assert_poison_outside(q_mhd, (slice(m),), "queries")
-    slots = (slice(None), slice(position, position + m))
-    assert_poison_outside(k_hsd, slots, "keys")
-    assert_poison_outside(v_hsd, slots, "values")
+    stored = Stored(q_mhd[:m], *(backend.to_host(cache) for cache in caches))
+    for name, cache in stored.caches.items():
+        assert_poison_outside(cache, (slice(None), slice(position, position + m)), name)
     assert backend.to_host(state.position)[0] == position, "the position moves with the choice, not here"
-    return Stored(q_mhd[:m], k_hsd, v_hsd)
+    return stored
 
 
 def rotated(x_mhd: Floats, weight_d: Floats, position: int, ctx: int) -> Doubles:
@@ -106,6 +120,13 @@ def assert_stored(given: Case, got: Stored, position: int, ctx: int) -> None:
     k = rotated(given.part(heads.k_column, heads.num_kv_heads), given.k_norm_d, position, ctx).transpose(1, 0, 2)
     v = given.part(heads.v_column, heads.num_kv_heads).transpose(1, 0, 2)
     assert_close(got.q_mhd, q, max_nmse=1e-13, max_abs=1e-5, what="queries")
+    if got.k_scales_hsg is not None:
+        assert_quantized(got.k_hsd[:, slots], got.k_scales_hsg[:, slots], k)
+        v_codes, v_scales = quantize_kv(v)
+        assert_same_bits(got.v_hsd[:, slots], v_codes, "value codes")
+        assert got.v_scales_hsg is not None
+        assert_same_bits(got.v_scales_hsg[:, slots], v_scales, "value scales")
+        return
     if got.k_hsd.dtype == np.float16:
         # Half a unit in the last place, and what float32 was off before.
         error = np.abs(got.k_hsd[:, slots].astype(np.float64) - k)
@@ -115,10 +136,22 @@ def assert_stored(given: Case, got: Stored, position: int, ctx: int) -> None:
     assert_same_bits(got.v_hsd[:, slots], np.ascontiguousarray(v.astype(got.v_hsd.dtype)), "values")
 
 
+def assert_quantized(codes: NDArray[np.int8], scales: NDArray[np.float16], expected: Doubles) -> None:
+    """Scales of groups of 32 within half a unit in the last place, codes the nearest of them; a tie may go either way,
+    and float32 was off before."""
+    groups = expected.reshape(*scales.shape, KV_GROUP)
+    exact = np.abs(groups).max(axis=-1) / 127
+    assert (np.abs(scales - exact) <= exact * 2.0**-11 * 1.001).all()
+    off = np.abs(codes.reshape(groups.shape) - groups / scales[..., None].astype(np.float64))
+    assert off.max() <= 0.501
+
+
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("num_rows", [1, 2, 9, 33])
 def test_fused(backend: Backend, cpu_backend: Backend, num_rows: int, head_dim: int, dtype: DTypeLike) -> None:
+    if dtype == np.int8 and head_dim % KV_GROUP:
+        pytest.skip("no whole groups: refused when a checkpoint is opened")
     given, position, ctx = case(num_rows, head_dim), 5, 40
     got = rope_store(backend, given, position, ctx, dtype)
     assert_stored(given, got, position, ctx)
@@ -126,9 +159,16 @@ def test_fused(backend: Backend, cpu_backend: Backend, num_rows: int, head_dim: 
         on_cpu = rope_store(cpu_backend, given, position, ctx, dtype)
         slots = slice(position, position + num_rows)
         assert_close(got.q_mhd, on_cpu.q_mhd, max_nmse=1e-9, what="queries against the CPU")
-        bound = 1e-5 if dtype == np.float16 else 1e-9
-        assert_close(got.k_hsd[:, slots], on_cpu.k_hsd[:, slots], max_nmse=bound, what="keys against the CPU")
-        assert_same_bits(got.v_hsd[:, slots], on_cpu.v_hsd[:, slots], "values against the CPU")
+        if dtype == np.int8:
+            off = np.abs(got.k_hsd[:, slots].astype(np.int16) - on_cpu.k_hsd[:, slots])
+            assert off.max() <= 1
+            assert np.count_nonzero(off) <= 1 + off.size // 1000, "but for ties"
+        else:
+            bound = 1e-5 if dtype == np.float16 else 1e-9
+            assert_close(got.k_hsd[:, slots], on_cpu.k_hsd[:, slots], max_nmse=bound, what="keys against the CPU")
+        for name in got.caches.keys() & {"values", "value scales"}:
+            same = (stored.caches[name][:, slots] for stored in (got, on_cpu))
+            assert_same_bits(*same, f"{name} against the CPU")
 
 
 @pytest.mark.parametrize("dtype", CACHES)
@@ -165,6 +205,23 @@ def test_a_cache_of_halves_saturates(backend: Backend) -> None:
     assert (got.k_hsd[:, :2][beyond] == np.sign(keys[beyond]) * top).all()
 
 
+def test_an_int8_cache_saturates_and_passes_on_what_is_no_number(backend: Backend) -> None:
+    given = case(2, 64)
+    column = given.heads.v_column
+    given.qkv_mn[1, column : column + 4] = [1e5, -3e38, np.inf, 1000]
+    given.qkv_mn[1, column + 40] = np.nan
+    given.qkv_mn[0, column : column + 64] = 0
+    given.qkv_mn[0, column + 1 : column + 3] = [3.7e-6, 1e-39]
+    given.qkv_mn[0, column + 33] = 3.9e-6
+    got = rope_store(backend, given, 0, 2, np.int8)
+    assert got.v_scales_hsg is not None
+    assert got.v_hsd[0, 1, :4].tolist() == [127, -127, 127, 2]
+    assert got.v_scales_hsg[0, 1, 0] == 515.5
+    assert np.isnan(got.v_scales_hsg[0, 1, 1])
+    assert got.v_scales_hsg[0, 0].tolist() == [0, 2.0**-24], "below half the least scale, and above"
+    assert got.v_hsd[0, 0, [1, 2, 33]].tolist() == [0, 0, 65]
+
+
 def test_a_cache_of_floats_does_not_saturate(backend: Backend) -> None:
     given = case(1, 16)
     given.qkv_mn[0, given.heads.v_column] = 3e38
@@ -180,5 +237,5 @@ def test_a_row_has_the_same_bits_in_every_batch(backend: Backend, dtype: DTypeLi
         one = Case(given.heads, given.qkv_mn[row : row + 1], given.q_norm_d, given.k_norm_d)
         alone = rope_store(backend, one, row, ctx, dtype)
         assert_same_bits(alone.q_mhd[0], together.q_mhd[row], "queries")
-        assert_same_bits(alone.k_hsd[:, row], together.k_hsd[:, row], "keys")
-        assert_same_bits(alone.v_hsd[:, row], together.v_hsd[:, row], "values")
+        for name, cache in alone.caches.items():
+            assert_same_bits(cache[:, row], together.caches[name][:, row], name)

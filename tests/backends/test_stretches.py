@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from kestrel_cuda.attention_checks import cache_arrays
 from kestrel_cuda.backends.base import Activation, Array, Backend, DeviceWeight, HeadShape, KvLayer
 from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.quant.grouped import GroupScheme, quantize_activations
+from kestrel_cuda.quant.kv_rows import KV_GROUP, LARGEST_KV_SCALE, quantize_kv
 from kestrel_cuda.quant.packed import slab_layout
 from kestrel_cuda.weight_keys import LM_HEAD
 from tests.backends.arrays import (
-    POISON_F16,
     Floats,
     HostActivation,
     HostWeight,
@@ -51,6 +52,13 @@ NUM_ROWS = (2, 5)
 
 SHAPES = [(4, 2, 16), (6, 2, 32), (5, 1, 64), (16, 8, 128), (16, 1, 128), (3, 3, 16)]
 """(heads, kv heads, head_dim); heads of the last share a scale between kv heads, which no kernel does."""
+
+ATTENTION_SHAPES = [
+    pytest.param(*shape, dtype, id=f"{shape[0]}-{shape[1]}-{shape[2]}-{np.dtype(dtype).name}")
+    for dtype in (np.float16, np.int8)
+    for shape in SHAPES
+    if dtype != np.int8 or shape[2] % KV_GROUP == 0
+]
 
 CONTEXTS = (1, 2, 63, 64, 255, 256, 257, 512, 513, 1100)
 """Around the subtiles of 64 and the splits of 256."""
@@ -272,12 +280,27 @@ class AttentionCase:
     qkv_mn: Floats
     q_norm_d: Floats
     k_norm_d: Floats
-    k_hsd: NDArray[np.float16]
-    v_hsd: NDArray[np.float16]
+    caches: dict[str, NDArray[Any]]
     position: int
 
+    @property
+    def ctx(self) -> int:
+        return self.caches["keys"].shape[1]
 
-def attention_case(num_heads: int, num_kv_heads: int, d: int, position: int, ctx: int, gap: int = 0) -> AttentionCase:
+    def cache_on(self, backend: Backend) -> KvLayer:
+        return KvLayer(*(backend.to_device(cache.copy()) for cache in self.caches.values()))
+
+    def reset(self, backend: Backend, kv: KvLayer) -> None:
+        for target, cache in zip(cache_arrays(kv), self.caches.values(), strict=True):
+            backend.write(target, cache)
+
+    def read(self, backend: Backend, kv: KvLayer) -> Outputs:
+        return {name: backend.to_host(a) for name, a in zip(self.caches, cache_arrays(kv), strict=True)}
+
+
+def attention_case(
+    num_heads: int, num_kv_heads: int, d: int, position: int, ctx: int, gap: int = 0, dtype: DTypeLike = np.float16
+) -> AttentionCase:
     random = rng(16, num_heads, d, position)
     q_size, kv_size = num_heads * d, num_kv_heads * d
     k_column = q_size + gap
@@ -285,11 +308,18 @@ def attention_case(num_heads: int, num_kv_heads: int, d: int, position: int, ctx
     qkv = poison((1, v_column + kv_size + gap))
     for column, size in ((0, q_size), (k_column, kv_size), (v_column, kv_size)):
         qkv[:, column : column + size] = normal(random, 1, size, scale=2)
-    caches = np.full((2, num_kv_heads, ctx, d), POISON_F16)
-    caches[:, :, :position] = normal(random, 2, num_kv_heads, position, d)
+    filled = normal(random, 2, num_kv_heads, position, d)
+    caches = {}
+    for name, rows in zip(("keys", "values"), filled, strict=True):
+        caches[name] = poison((num_kv_heads, ctx, d), dtype)
+        caches[name][:, :position] = quantize_kv(rows)[0] if np.dtype(dtype) == np.int8 else rows
+    if np.dtype(dtype) == np.int8:
+        for name, rows in zip(("key scales", "value scales"), filled, strict=True):
+            caches[name] = poison((num_kv_heads, ctx, d // KV_GROUP), np.float16)
+            caches[name][:, :position] = quantize_kv(rows)[1]
     norms = 1 + normal(random, 2, d, scale=0.3)
     heads = HeadShape(num_heads, num_kv_heads, d, k_column, v_column, EPS)
-    return AttentionCase(heads, qkv, norms[0], norms[1], caches[0], caches[1], position)
+    return AttentionCase(heads, qkv, norms[0], norms[1], caches, position)
 
 
 def poison_scratch(backend: Backend) -> None:
@@ -309,23 +339,23 @@ def rope_attend_step(
     backend: Backend, given: AttentionCase, rope_attend: Callable[..., None], num_slots: int | None = None
 ) -> Step:
     """`num_slots` may be more than are filled, as in a capture that serves several positions."""
-    heads, (_, ctx, d) = given.heads, given.k_hsd.shape
+    heads, ctx, d = given.heads, given.ctx, given.heads.head_dim
     qkv, q_norm, k_norm = (backend.to_device(a.copy()) for a in (given.qkv_mn, given.q_norm_d, given.k_norm_d))
-    kv = KvLayer(backend.to_device(given.k_hsd.copy()), backend.to_device(given.v_hsd.copy()))
+    kv = given.cache_on(backend)
     state = sequence_state(backend, ctx, given.position, head_dim=d)
     q = poisoned(backend, (2, heads.num_heads, d))
     out = poisoned_activation(backend, 2, heads.num_heads * d, quantized=True)
     slots = given.position + 1 if num_slots is None else num_slots
 
     def reset() -> None:
-        for array, host in ((kv.k_hsd, given.k_hsd), (kv.v_hsd, given.v_hsd), (q, poison(q.shape))):
-            backend.write(array, host)
+        given.reset(backend, kv)
+        backend.write(q, poison(q.shape))
         poison_activation(backend, out)
         poison_scratch(backend)
 
     def read() -> Outputs:
         assert_counts_are_zero(backend)
-        caches = {"keys": backend.to_host(kv.k_hsd), "values": backend.to_host(kv.v_hsd)}
+        caches = given.read(backend, kv)
         for name, cache in caches.items():
             assert_poison_outside(cache, (slice(None), slice(given.position + 1)), f"{name} beyond the last")
         return caches | first_codes(backend, out, 1)
@@ -336,11 +366,13 @@ def rope_attend_step(
     return Step(reset, submit, read)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "d"), SHAPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "d", "dtype"), ATTENTION_SHAPES)
 @pytest.mark.parametrize("num_slots", CONTEXTS)
-def test_rope_attend(backend: Backend, num_heads: int, num_kv_heads: int, d: int, num_slots: int) -> None:
+def test_rope_attend(
+    backend: Backend, num_heads: int, num_kv_heads: int, d: int, dtype: DTypeLike, num_slots: int
+) -> None:
     ctx = num_slots + 600
-    given = attention_case(num_heads, num_kv_heads, d, num_slots - 1, ctx, gap=4)
+    given = attention_case(num_heads, num_kv_heads, d, num_slots - 1, ctx, gap=4, dtype=dtype)
     backend.reserve_attention(given.heads, 1, ctx)
     steps = rope_attend_step(backend, given, composed(backend, "rope_attend"))
     assert_same_runs(backend, rope_attend_step(backend, given, backend.rope_attend), steps, "attention")
@@ -350,8 +382,9 @@ def test_rope_attend(backend: Backend, num_heads: int, num_kv_heads: int, d: int
             assert_same_runs(backend, ahead, steps, f"attention told of {more} slots more")
 
 
-def test_rope_attend_saturates_what_a_half_cannot_hold(backend: Backend) -> None:
-    given = attention_case(4, 2, 32, 5, 8)
+@pytest.mark.parametrize("dtype", [np.float16, np.int8])
+def test_rope_attend_saturates_what_a_half_cannot_hold(backend: Backend, dtype: DTypeLike) -> None:
+    given = attention_case(4, 2, 32, 5, 8, dtype=dtype)
     given.qkv_mn[0, given.heads.v_column :][:4] = [1e5, -1e5, 65520, -3e38]
     given.k_norm_d[:] *= 1e6
     backend.reserve_attention(given.heads, 1, 8)
@@ -362,20 +395,25 @@ def test_rope_attend_saturates_what_a_half_cannot_hold(backend: Backend) -> None
         step.reset()
         step.submit()
     expected = steps.read()
-    assert (np.abs(expected["keys"][:, 5]) == 65504).any()
+    if dtype == np.int8:
+        assert (expected["key scales"][:, 5] == LARGEST_KV_SCALE).all()
+        assert (expected["value scales"][0, 5] == LARGEST_KV_SCALE).all()
+    else:
+        assert (np.abs(expected["keys"][:, 5]) == 65504).any()
     assert_same(stretch.read(), expected, "attention")
 
 
-def test_attention_follows_the_position(backend: Backend) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.int8])
+def test_attention_follows_the_position(backend: Backend, dtype: DTypeLike) -> None:
     """Told of one number of slots, it serves every position below, each reading what those before it wrote."""
     ctx, num_steps = 600, 8
-    given = attention_case(8, 4, 64, 252, ctx)
+    given = attention_case(8, 4, 64, 252, ctx, dtype=dtype)
     backend.reserve_attention(given.heads, 1, ctx)
     results = []
     for rope_attend in (backend.rope_attend, composed(backend, "rope_attend")):
         heads = given.heads
         qkv, q_norm, k_norm = (backend.to_device(a.copy()) for a in (given.qkv_mn, given.q_norm_d, given.k_norm_d))
-        kv = KvLayer(backend.to_device(given.k_hsd.copy()), backend.to_device(given.v_hsd.copy()))
+        kv = given.cache_on(backend)
         state = sequence_state(backend, ctx, given.position, head_dim=64)
         q, out = poisoned(backend, (1, 8, 64)), poisoned_activation(backend, 1, 512, quantized=True)
         found = []
@@ -388,7 +426,7 @@ def test_attention_follows_the_position(backend: Backend) -> None:
             backend.advance(state, 1)
             backend.synchronize()
         assert_counts_are_zero(backend)
-        found.append({"keys": backend.to_host(kv.k_hsd), "values": backend.to_host(kv.v_hsd)})
+        found.append(given.read(backend, kv))
         results.append(found)
     for number, (actual, expected) in enumerate(zip(*results, strict=True)):
         assert_same(actual, expected, f"step {number}")
@@ -406,10 +444,11 @@ class Block:
     kv: KvLayer
 
 
-def test_a_chain_of_stretches(backend: Backend) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.int8])
+def test_a_chain_of_stretches(backend: Backend, dtype: DTypeLike) -> None:
     """Layers in a row without a wait between kernels, against steps that are waited for one by one."""
     hidden, half, position, ctx, kind = 512, 1536, 300, 310, "int8"
-    given = attention_case(8, 4, 64, position, ctx)
+    given = attention_case(8, 4, 64, position, ctx, dtype=dtype)
     heads, num_blocks = given.heads, 3
     q_size, width = 8 * 64, given.qkv_mn.shape[1]
     sizes = ((width, hidden), (hidden, q_size), (2 * half, hidden), (hidden, half))
@@ -421,7 +460,7 @@ def test_a_chain_of_stretches(backend: Backend) -> None:
         Block(
             *(matrix.on(backend) for matrix in matrices),
             norms=tuple(backend.to_device(norm.copy()) for norm in norms),  # type: ignore[arg-type]
-            kv=KvLayer(backend.to_device(given.k_hsd.copy()), backend.to_device(given.v_hsd.copy())),
+            kv=given.cache_on(backend),
         )
         for _ in range(num_blocks)
     ]
@@ -451,8 +490,7 @@ def test_a_chain_of_stretches(backend: Backend) -> None:
     def reset() -> None:
         backend.write(h, first_h)
         for block in blocks:
-            backend.write(block.kv.k_hsd, given.k_hsd)
-            backend.write(block.kv.v_hsd, given.v_hsd)
+            given.reset(backend, block.kv)
         for array in (qkv, gate_up, q):
             backend.write(array, poison(array.shape))
         for activation in (normed, attended, mlp):
@@ -463,8 +501,8 @@ def test_a_chain_of_stretches(backend: Backend) -> None:
         assert_counts_are_zero(backend)
         caches = {}
         for number, block in enumerate(blocks):
-            caches[f"keys of layer {number}"] = backend.to_host(block.kv.k_hsd)
-            caches[f"values of layer {number}"] = backend.to_host(block.kv.v_hsd)
+            for name, cache in given.read(backend, block.kv).items():
+                caches[f"{name} of layer {number}"] = cache
         return {"residual": backend.to_host(h)} | caches
 
     def chain() -> None:

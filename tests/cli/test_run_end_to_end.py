@@ -20,6 +20,7 @@ from kestrel_cli.options import MODEL
 from kestrel_cli.prompt import BUILT_IN_QUESTION
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY_28L = ROOT / "tests/data/oracle/checkpoints/tiny-28L"
 N = 8
 
 Run = Callable[..., tuple[int, str, str]]
@@ -89,6 +90,20 @@ def test_no_window_changes_the_answer(ask: Ask, quant: str) -> None:
         assert windowed["residency"]["uploads_per_token"] == 12 - kept
 
 
+def test_an_int8_cache_is_asked_for_in_every_way(ask: Ask, tmp_path: Path) -> None:
+    """And takes 34 bytes of a float16 cache's 64: 12 layers, two kv heads of 32 channels, keys and values."""
+    ctx = 2000
+    halves, flag = ask("hi", "-c", str(ctx)), ask("hi", "-c", str(ctx), "--kv", "q8", "--keep", "off")
+    saved = halves["residency"]["peak_device_bytes"] - flag["residency"]["peak_device_bytes"]
+    assert saved == 12 * 2 * ctx * 2 * (64 - 34)
+    assert flag["logits_sha256"] != halves["logits_sha256"]
+    (tmp_path / "p.toml").write_text('kv = "q8"\n', encoding="utf-8")
+    variable = ask("hi", "-c", str(ctx), "--keep", "1", KESTREL_CUDA_KV="q8")
+    profile = ask("hi", "-c", str(ctx), "--profile", str(tmp_path / "p.toml"))
+    assert flag["logits_sha256"] == variable["logits_sha256"] == profile["logits_sha256"]
+    assert [run["settings"]["kv"]["value"] for run in (flag, variable, profile)] == ["q8"] * 3
+
+
 def test_a_lazy_upload_changes_no_answer(ask: Ask) -> None:
     assert ask("hi", "--lazy")["logits_sha256"] == ask("hi")["logits_sha256"]
 
@@ -149,6 +164,10 @@ def test_an_answer_can_be_expected(run: Run, ask: Ask) -> None:
         (("hi", "-c", "5"), "and --ctx holds 5; needed: --ctx "),
         (("hi", "-c", "100000000"), "positions this model has"),
         (("hi", "--vram", "1KiB"), "--vram"),
+        (
+            ("hi", "-m", str(TINY_28L), "--kv", "q8"),
+            "--kv q8 needs a head_dim that divides by 32, and this checkpoint has 16; use --kv f16",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line(run: Run, arguments: tuple[str, ...], message: str) -> None:

@@ -160,6 +160,7 @@ def test_a_variable_that_a_flag_overrides_may_hold_anything(name: str, flag: str
         (options.CTX, "64", 64),
         (options.QUANT, "q4_0", Quant.Q4_0),
         (options.KV, "f32", KvDtype.F32),
+        (options.KV, "q8", KvDtype.Q8),
         (options.POLICY, "past-only", "past-only"),
         (options.VRAM, "6GiB", 6 << 30),
         (options.CACHE_BUDGET, "seeds", "seeds"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kestrel_cuda.config import Quant
+from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.engine import Engine
 from scripts.make_tiny_model import make_tiny_checkpoint
 from tests.compare import assert_close
@@ -163,35 +163,62 @@ def test_prompts_in_chunks(
         assert run.residency.uploads_per_token == 5 - keep
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.NONE])
+def test_prompts_in_chunks_over_an_int8_cache(
+    shared: Load, load: Load, backend_name: str, wide_model: Path, quant: Quant, keep: int, chunk: int
+) -> None:
+    prompt, over = random_ids(70, seed=1), {"quant": quant, "kv": KvDtype.Q8, "ctx": 80}
+    expected = generate(shared(wide_model, keep=0, **over), prompt, N)
+    assert expected.digest != generate(shared(wide_model, keep=0, **over | {"kv": KvDtype.F16}), prompt, N).digest
+    whole = generate(load(wide_model, keep=keep, **over), prompt, N)
+    assert_same_bits(whole, expected)
+    run = generate(load(wide_model, keep=keep, prefill_chunk=chunk, **over), prompt, N)
+    if backend_name == "cuda":
+        assert_same_bits(run, expected)
+    else:  # an activation or an entry may fall on the other side of a rounding step
+        assert np.abs(run.prompt_logits - expected.prompt_logits).mean() < 0.05
+
+
+@pytest.mark.parametrize("kv", [None, KvDtype.Q8])
 @pytest.mark.parametrize("quant", QUANTS)
-def test_one_token_at_a_time_and_all_at_once(shared: Load, backend_name: str, wide_model: Path, quant: Quant) -> None:
+def test_one_token_at_a_time_and_all_at_once(
+    shared: Load, backend_name: str, wide_model: Path, quant: Quant, kv: KvDtype | None
+) -> None:
     """The logits that chose each id are those of the same positions as a prompt."""
-    engine = shared(wide_model, quant=quant, keep=0, ctx=80)
+    engine = shared(wide_model, quant=quant, kv=kv, keep=0, ctx=80)
     run = generate(engine, PROMPT, 40)
     as_prompt = generate(engine, PROMPT + run.ids[:-1], 1).prompt_logits[len(PROMPT) - 1 :]
     if backend_name == "cuda":
         assert np.array_equal(as_prompt, run.step_logits)
-    elif quant is Quant.NONE:
+    elif quant is Quant.NONE and kv is None:
         assert_close(as_prompt, run.step_logits, max_abs=3e-3)
     else:
         assert np.abs(as_prompt - run.step_logits).mean() < 0.05
 
 
 @pytest.mark.parametrize("num_prompt", [250, 506])
-@pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.NONE])
+@pytest.mark.parametrize(("quant", "kv"), [(Quant.Q8_0, None), (Quant.NONE, None), (Quant.Q8_0, KvDtype.Q8)])
 def test_a_context_that_crosses_a_split(
-    shared: Load, load: Load, backend_name: str, wide_model: Path, quant: Quant, num_prompt: int
+    shared: Load,
+    load: Load,
+    backend_name: str,
+    wide_model: Path,
+    quant: Quant,
+    kv: KvDtype | None,
+    num_prompt: int,
 ) -> None:
     """Attention walks the cache in pieces of 256 slots; a captured token serves one number of them."""
     prompt = random_ids(num_prompt, seed=2)
-    engine = shared(wide_model, quant=quant, keep=0, ctx=600, prefill_chunk=128)
+    engine = shared(wide_model, quant=quant, kv=kv, keep=0, ctx=600, prefill_chunk=128)
     expected = generate(engine, prompt, 14)
     assert num_prompt < num_prompt // 256 * 256 + 256 < num_prompt + 14
-    run = generate(load(wide_model, quant=quant, keep=1, ctx=530, prefill_chunk=128), prompt, 14)
+    run = generate(load(wide_model, quant=quant, kv=kv, keep=1, ctx=530, prefill_chunk=128), prompt, 14)
     assert_same_bits(run, expected)
     if backend_name == "cuda":
         for chunk in (77, 512):
-            cut = load(wide_model, quant=quant, keep=0, ctx=520, prefill_chunk=chunk)
+            cut = load(wide_model, quant=quant, kv=kv, keep=0, ctx=520, prefill_chunk=chunk)
             assert_same_bits(generate(cut, prompt, 14), expected)
         late = generate(engine, prompt + expected.ids[:-1], 1)
         assert np.array_equal(late.prompt_logits[num_prompt - 1 :], expected.step_logits)
@@ -233,13 +260,19 @@ class TestOnTheGpu:
     pytestmark = pytest.mark.cuda
 
     @pytest.mark.parametrize("keep", [0, 2])
-    @pytest.mark.parametrize("quant", QUANTS)
+    @pytest.mark.parametrize(("quant", "kv"), [*((quant, None) for quant in QUANTS), (Quant.Q8_0, KvDtype.Q8)])
     def test_replayed_and_launched_tokens(
-        self, load_on_gpu: Load, wide_model: Path, quant: Quant, keep: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        load_on_gpu: Load,
+        wide_model: Path,
+        quant: Quant,
+        kv: KvDtype | None,
+        keep: int,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A prompt just below 256 slots, so that the launches of a token change on the way."""
         prompt = random_ids(250, seed=5)
-        engine = load_on_gpu(wide_model, quant=quant, keep=keep, ctx=300)
+        engine = load_on_gpu(wide_model, quant=quant, kv=kv, keep=keep, ctx=300)
         assert engine.backend is not None
         captures = []
         capture = engine.backend.capture
@@ -281,6 +314,13 @@ class TestOnTheGpu:
         assert_same_bits(generate(in_many, prompt, 40), whole)
         assert in_many._model is not None
         assert not in_many._model.has_whole_token
+
+    def test_an_int8_cache_is_served_in_several_launches(self, load_on_gpu: Load, wide_model: Path) -> None:
+        engine = load_on_gpu(wide_model, quant=Quant.Q8_0, kv=KvDtype.Q8, keep=0, ctx=CTX, whole_token=True)
+        asked = generate(engine, PROMPT, N)
+        assert engine._model is not None
+        assert not engine._model.has_whole_token
+        assert_same_bits(asked, generate(load_on_gpu(wide_model, kv=KvDtype.Q8, keep=0, ctx=CTX), PROMPT, N))
 
     @pytest.mark.parametrize("keep", [0, 1, 4])
     @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])

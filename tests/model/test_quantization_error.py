@@ -1,4 +1,4 @@
-"""How far each way to store the weights is from the float32 goldens, over all prompt positions, on each backend.
+"""How far each way to store weights and cache is from the float32 goldens, over all prompt positions, on each backend.
 
 The bounds come from `scripts/quantization_error.py --backend cpu`, whose figures stand beside them. They are of random
 weights with sharp attention, made so that a small change moves the logits a lot; a trained model loses far less.
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_cuda.config import Quant
+from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.engine import Engine
 from scripts.quantization_error import ORACLE, QuantizationError, compare, goldens_of, measure, prompt_logits_of
 
 Load = Callable[..., Engine]
-Errors = Callable[[str, Quant], QuantizationError]
+Errors = Callable[..., QuantizationError]
 
 CTX = 320
 MEASURED = {
@@ -31,6 +31,11 @@ MEASURED = {
     ("tiny-dense-untied-sharded", Quant.Q8_0): (0.0615, 0.871),
     ("tiny-dense-untied-sharded", Quant.G256): (0.0691, 0.862),
     ("tiny-dense-untied-sharded", Quant.Q4_0): (5.13, 0.233),
+}
+MEASURED_KV_Q8 = {
+    # The same for `--kv q8`, with float32 weights.
+    "tiny-dense-tied": (0.0134, 0.964),
+    "tiny-dense-untied-sharded": (0.0104, 0.946),
 }
 CHECKPOINTS = sorted({name for name, _ in MEASURED})
 KL_MARGIN, AGREEMENT_MARGIN = 1.5, 0.08
@@ -47,13 +52,13 @@ def checkpoint(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def errors(shared: Load) -> Errors:
-    """Measured once for each checkpoint and quant."""
+    """Measured once for each checkpoint, quant and kind of cache."""
 
     @cache
-    def error(name: str, quant: Quant) -> QuantizationError:
-        engine = shared(checkpoint(name), quant=quant, ctx=CTX)
+    def error(name: str, quant: Quant, kv: KvDtype | None = None) -> QuantizationError:
+        engine = shared(checkpoint(name), quant=quant, kv=kv, ctx=CTX)
         found = measure(goldens_of(checkpoint(name)), prompt_logits_of(engine))
-        print(f"{name} {quant}: {found}")
+        print(f"{name} {quant} {kv or 'default'}: {found}")
         return found
 
     return error
@@ -81,6 +86,16 @@ def test_what_a_quant_loses(errors: Errors, name: str, quant: Quant) -> None:
     kl_mean, agreement = MEASURED[name, quant]
     assert error.kl_mean <= KL_MARGIN * kl_mean
     assert error.top1_agreement >= agreement - AGREEMENT_MARGIN
+
+
+@pytest.mark.parametrize("name", MEASURED_KV_Q8)
+def test_what_an_int8_cache_loses(errors: Errors, name: str) -> None:
+    """More than a float16 cache, and less than the weights do in as many bits."""
+    error = errors(name, Quant.NONE, KvDtype.Q8)
+    kl_mean, agreement = MEASURED_KV_Q8[name]
+    assert error.kl_mean <= KL_MARGIN * kl_mean
+    assert error.top1_agreement >= agreement - AGREEMENT_MARGIN
+    assert errors(name, Quant.NONE, KvDtype.F16).kl_mean < error.kl_mean < errors(name, Quant.Q8_0).kl_mean / 2
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -117,8 +117,8 @@ def test_nothing_fills_up_a_released_shape(quant: str, bits: float) -> None:
     assert sum(layout.num_bytes for layout in weights.layouts) == num_weights * bits / 8
 
 
-@pytest.mark.parametrize(("kv", "item_bytes"), [(None, 2), (KvDtype.F16, 2), (KvDtype.F32, 4)])
-def test_cache_rows(kv: KvDtype | None, item_bytes: int) -> None:
+@pytest.mark.parametrize(("kv", "item_bytes"), [(None, 2), (KvDtype.F16, 2), (KvDtype.F32, 4), (KvDtype.Q8, 34 / 32)])
+def test_cache_rows(kv: KvDtype | None, item_bytes: float) -> None:
     made = plan(ctx=5000, kv=kv)
     assert row(made, "key-value cache, 5000 slots") == 2 * L * 5000 * 8 * 128 * item_bytes
     assert kv_cache_bytes(TEXT, 5000, KvDtype.F32) == 2 * L * 5000 * 8 * 128 * 4

@@ -69,6 +69,24 @@ def test_one_object_for_each_quant(
     assert second["kl_mean"] < first["kl_mean"]
 
 
+def test_an_object_for_each_cache_and_a_line_where_there_is_none(
+    oracle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tiny-28L has heads of 16 channels, which an int8 cache does not take."""
+    checkpoints = [str(oracle / "checkpoints" / name) for name in ("tiny-28L", "tiny-dense-tied")]
+    options = ["--backend", "cpu", "--quant", "none", "--kv", "f16", "--kv", "q8"]
+    monkeypatch.setattr(sys, "argv", ["quantization_error.py", *checkpoints, *options])
+    quantization_error.main()
+    out, err = capsys.readouterr()
+    assert [(said["checkpoint"], said["kv"]) for said in map(json.loads, out.splitlines())] == [
+        ("tiny-28L", "f16"),
+        ("tiny-dense-tied", "f16"),
+        ("tiny-dense-tied", "q8"),
+    ]
+    assert err.startswith("tiny-28L: --kv q8 needs a head_dim")
+    assert err.count("\n") == 1
+
+
 def test_a_checkpoint_without_goldens_is_refused(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
