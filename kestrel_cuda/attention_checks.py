@@ -43,8 +43,6 @@ def attention_checks(backend: Backend) -> Iterator[Check]:
     """One check for each kind of cache."""
     rng = np.random.default_rng(9)
     for dtype in KvDtype:
-        if dtype is KvDtype.Q8 and backend.name == "cuda":
-            continue
         yield _check_attention(backend, rng, dtype)
 
 

@@ -17,9 +17,9 @@ from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import NOT_FINITE, open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
-from kestrel_cuda.config import EngineConfig, Evict, KvDtype, Policy, Quant
+from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
-from kestrel_cuda.errors import CheckpointError, InputError, InternalError, SettingError
+from kestrel_cuda.errors import CheckpointError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
@@ -136,8 +136,6 @@ class Engine:
             warnings += self.chat.warnings
         backend = self._opened_backend()
         warnings += self._backend_warnings
-        if config.kv_dtype is KvDtype.Q8 and backend.name == "cuda":
-            raise SettingError("--kv q8 has no kernels on a GPU yet; use --kv f16, or --backend cpu")
         backend.check_heads(model.text.head_dim, model.text.num_heads // model.text.num_kv_heads)
         quantized = config.quant is not Quant.NONE
         weights = plan_weights(model, config.quant, self._stored_element)

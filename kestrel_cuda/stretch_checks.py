@@ -56,7 +56,7 @@ def _row_bits(backend: Backend, out: Activation) -> tuple[bytes, bytes]:
 def _check_attention(backend: Backend, rng: np.random.Generator) -> Check:
     """The contract for attention: one row in one stretch has the bits of its steps."""
     differing, num_shapes = 0, 0
-    for dtype in (KvDtype.F16,) if backend.name == "cuda" else (KvDtype.F16, KvDtype.Q8):
+    for dtype in (KvDtype.F16, KvDtype.Q8):
         for num_heads, num_kv_heads, d in heads_for(dtype):
             size = num_heads * d
             heads = HeadShape(num_heads, num_kv_heads, d, size, size + num_kv_heads * d, 1e-6)

@@ -34,8 +34,11 @@ def launch_bounds(name: str) -> dict[str, int]:
     return {kernel: eval(threads, {}, constants(name)) for threads, kernel in re.findall(pattern, expanded(name))}
 
 
+_ITEM_BYTES = {"i8": 1, "u16": 2, "u32": 4, "float": 4, "int": 4, "uint4": 16}
+
+
 def struct_bytes(name: str, struct: str, head_dim: int) -> int:
-    """sizeof of a struct of arrays that is a template over the head dim; a union counts as its largest member."""
+    """sizeof of the arrays of a struct that is a template over the head dim; a union counts as its largest member."""
     text = library.source(name)
     known: dict[str, int] = constants(name) | {"kHeadDim": head_dim}
 
@@ -51,15 +54,27 @@ def struct_bytes(name: str, struct: str, head_dim: int) -> int:
 
     def arrays(body: str) -> list[int]:
         found = []
-        for item, declared in re.findall(r"^ +(u16|float|int) ([^;=()]+);", body, re.M):
+        for item, declared in re.findall(rf"^ +({'|'.join(_ITEM_BYTES)}) ([^;=()]+);", body, re.M):
             for lengths in re.findall(r"\w+((?:\[[^]]+\])+)", declared):
                 factors = [value(length) for length in re.findall(r"\[([^]]+)\]", lengths)]
-                found.append({"u16": 2, "float": 4, "int": 4}[item] * int(np.prod(factors)))
+                found.append(_ITEM_BYTES[item] * int(np.prod(factors)))
         return found
 
     union = re.search(r"^    union \{\n(.*?)^    \};\n", bodies[struct], re.M | re.S)
     rest = bodies[struct].replace(union[0], "") if union else bodies[struct]
     return sum(arrays(rest)) + (max(arrays(union[1])) if union else 0)
+
+
+def few_rows_bytes(name: str, cache: str, head_dim: int) -> int:
+    """The arrays of attention_few.cuh's `FewRows`, with the new key and the new value of a cache of that kind."""
+    new_row = {"f16": "HalfRow", "q8": "Int8Row"}[cache]
+    return struct_bytes(name, "FewRows", head_dim) + 2 * struct_bytes(name, new_row, head_dim)
+
+
+def many_rows_bytes(name: str, cache: str, head_dim: int) -> int:
+    """The arrays of attention_many.cuh's `ManyRows` with the stages of its ring."""
+    stages = {"f16": "HalfStages", "q8": "Int8Stages"}[cache]
+    return struct_bytes(name, "ManyRows", head_dim) + struct_bytes(name, stages, head_dim)
 
 
 def tile_stage_bytes(bits: int, rows: int, columns: int) -> int:
@@ -81,8 +96,8 @@ def tile_stage_bytes(bits: int, rows: int, columns: int) -> int:
 
 def static_shared_bytes(kernel: str) -> int:
     """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
-    if found := re.fullmatch(r"attend_(?:split|row)_f16_(\d+)", kernel):
-        return struct_bytes("attention_few", "FewRows", int(found[1])) + (16 if "row" in kernel else 0)
+    if found := re.fullmatch(r"attend_(?:split|row)_(f16|q8)_(\d+)", kernel):
+        return few_rows_bytes("attention_few", found[1], int(found[2])) + (16 if "row" in kernel else 0)
     if kernel.startswith("decode_token_"):
         return 1 << 10  # about
     if kernel.startswith("norm_"):

@@ -1,6 +1,6 @@
 """Attention on a GPU: which kernel serves which cache and how many queries. The bits of a query do not depend on it.
 
-float16 caches go to the tensor cores (kernels/attention_few.cu, _many.cu), float32 ones to attention.cu.
+float16 and int8 caches go to the tensor cores (kernels/attention_few*.cu, _many*.cu), float32 ones to attention.cu.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ FEW_THREADS = 512
 FLOAT_TILE_ROWS = 32
 HALF_TILE_ROWS, HALF_TILE_THREADS, HALF_TILE_STAGES = 64, 128, 3
 
+PIECE_CODES, TILES_AHEAD = 16, 2
+
 CACHE_KINDS = {np.dtype(np.float16): 1, np.dtype(np.float32): 2}
+_CACHE_NAMES = {np.dtype(np.float16): "f16", np.dtype(np.float32): "f32", np.dtype(np.int8): "q8"}
 
 
 def log2_scale(head_dim: int) -> float:
@@ -43,8 +46,26 @@ def float_tile_bytes(head_dim: int) -> int:
 
 
 def half_tile_bytes(head_dim: int) -> int:
-    """attention_many.cu's `ManyRows`: a ring of subtiles, merged results, two statistics and the head of a row."""
-    return 2 * HALF_TILE_STAGES * SUBTILE_SLOTS * head_dim + 4 * HALF_TILE_ROWS * (head_dim + 3)
+    """attention_many.cuh's `ManyRows`: a ring of subtiles, merged results, two statistics and the head of a row."""
+    return 2 * HALF_TILE_STAGES * SUBTILE_SLOTS * head_dim + _merged_bytes(head_dim)
+
+
+def int8_tile_bytes(head_dim: int) -> int:
+    """The same with attention_ring.cuh's `Int8Stages`: subtiles, codes, a word for a piece's scale, four addresses."""
+    num_pieces = SUBTILE_SLOTS * head_dim // PIECE_CODES
+    return TILES_AHEAD * (3 * SUBTILE_SLOTS * head_dim + 4 * num_pieces) + 4 * 8 + _merged_bytes(head_dim)
+
+
+def _merged_bytes(head_dim: int) -> int:
+    return 4 * HALF_TILE_ROWS * (head_dim + 3)
+
+
+def _cache_arguments(kv: KvLayer) -> dict[str, Any]:
+    """What attention over halves or codes takes of a cache."""
+    if kv.k_scales_hsg is None:
+        k_hsd, v_hsd = (a.view(np.uint16) if a.dtype == np.float16 else a for a in (kv.k_hsd, kv.v_hsd))
+        return {"k_hsd": k_hsd, "v_hsd": v_hsd}
+    return {"k_hsd": kv.k_hsd, "k_scales_hsg": kv.k_scales_hsg, "v_hsd": kv.v_hsd, "v_scales_hsg": kv.v_scales_hsg}
 
 
 @dataclass(frozen=True)
@@ -67,12 +88,17 @@ class AttentionSteps(CudaDevice, ComposedSteps):
         self, qkv_mn: Any, q_norm_d: Any, k_norm_d: Any, heads: HeadShape, state: SequenceState, kv: KvLayer,
         q_mhd: Any, num_rows: int,
     ) -> None:  # fmt: skip
-        self.kernels["qk_norm_rope_store"](
+        kind: dict[str, Any]
+        if kv.k_scales_hsg is None:
+            name, kind = "qk_norm_rope_store", {"kv_kind": CACHE_KINDS[kv.k_hsd.dtype]}
+        else:
+            name, kind = "qk_norm_rope_store_q8", {}
+        self.kernels[name](
             (-(-(heads.num_heads + 2 * heads.num_kv_heads) // 8), num_rows), (256,), qkv=qkv_mn, q_norm_d=q_norm_d,
             k_norm_d=k_norm_d, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position, q_mhd=q_mhd,
-            k_hsd=kv.k_hsd, v_hsd=kv.v_hsd, ld=qkv_mn.shape[1], k_column=heads.k_column, v_column=heads.v_column,
+            ld=qkv_mn.shape[1], k_column=heads.k_column, v_column=heads.v_column,
             num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim,
-            ctx=kv.k_hsd.shape[1], kv_kind=CACHE_KINDS[kv.k_hsd.dtype], eps=heads.norm_eps,
+            ctx=kv.k_hsd.shape[1], eps=heads.norm_eps, **kind, **_cache_arguments(kv),
         )  # fmt: skip
 
     def check_heads(self, head_dim: int, queries_per_kv: int) -> None:
@@ -105,11 +131,10 @@ class AttentionSteps(CudaDevice, ComposedSteps):
         scratch = self.attention_scratch
         target = scratch.joined_mk if out.values_mk is None else out.values_mk
         d, group = heads.head_dim, heads.queries_per_kv
-        suffix = f"{'f16' if kv.k_hsd.dtype == np.float16 else 'f32'}_{d}"
-        k_hsd, v_hsd = (a.view(np.uint16) if a.dtype == np.float16 else a for a in (kv.k_hsd, kv.v_hsd))
-        common = {"q_mhd": q_mhd, "k_hsd": k_hsd, "v_hsd": v_hsd, "position": state.position,
-                  "queries_per_kv": group, "ctx": kv.k_hsd.shape[1], "scale": log2_scale(d)}  # fmt: skip
-        halves = kv.k_hsd.dtype == np.float16
+        suffix = f"{_CACHE_NAMES[kv.k_hsd.dtype]}_{d}"
+        common = {"q_mhd": q_mhd, "position": state.position, "queries_per_kv": group, "ctx": kv.k_hsd.shape[1],
+                  "scale": log2_scale(d)} | _cache_arguments(kv)  # fmt: skip
+        halves = kv.k_hsd.dtype != np.float32
         if num_rows <= SPLIT_MAX_ROWS:
             num_splits = -(-num_slots // SPLIT_SLOTS)
             shared_bytes = 16 * group * d if halves else 4 * (group * (d + SPLIT_SLOTS) + 512)
@@ -128,7 +153,8 @@ class AttentionSteps(CudaDevice, ComposedSteps):
             kernel = self.kernels[f"attend_tiled_{suffix}"]
             num_tiles = -(-num_rows // ((HALF_TILE_ROWS if halves else FLOAT_TILE_ROWS) // group))
             if halves:
-                grid, block, shared_bytes = (heads.num_kv_heads, num_tiles), (HALF_TILE_THREADS,), half_tile_bytes(d)
+                grid, block = (heads.num_kv_heads, num_tiles), (HALF_TILE_THREADS,)
+                shared_bytes = half_tile_bytes(d) if kv.k_scales_hsg is None else int8_tile_bytes(d)
             else:
                 grid, block, shared_bytes = (num_tiles, heads.num_kv_heads), (256,), float_tile_bytes(d)
             kernel(grid, block, shared_bytes=shared_bytes, out_mhd=target, m=num_rows, **common)
@@ -149,19 +175,19 @@ class AttentionSteps(CudaDevice, ComposedSteps):
         num_slots: int,
     ) -> None:
         d, group = heads.head_dim, heads.queries_per_kv
-        if num_rows > 1 or out.codes_mk is None or kv.k_hsd.dtype != np.float16 or group * d % ACTIVATION_GROUP:
+        if num_rows > 1 or out.codes_mk is None or kv.k_hsd.dtype == np.float32 or group * d % ACTIVATION_GROUP:
             super().rope_attend(qkv_mn, q_norm_d, k_norm_d, heads, state, kv, q_mhd, out, num_rows, num_slots)
             return
         scratch = self.attention_scratch
         num_splits = -(-num_slots // SPLIT_SLOTS)
-        self.kernels[f"attend_row_f16_{d}"](
+        self.kernels[f"attend_row_{_CACHE_NAMES[kv.k_hsd.dtype]}_{d}"](
             (num_splits, heads.num_kv_heads), (FEW_THREADS,), shared_bytes=16 * group * d, dependent=True, qkv_n=qkv_mn,
             q_norm_d=q_norm_d, k_norm_d=k_norm_d, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position,
-            k_hsd=kv.k_hsd.view(np.uint16), v_hsd=kv.v_hsd.view(np.uint16), max_hs=scratch.max_mhs,
+            max_hs=scratch.max_mhs,
             sum_hs=scratch.sum_mhs, out_hsd=scratch.out_mhsd, arrived_h=scratch.arrived_h,
             y_codes=out.codes_mk, y_scales=out.scales_mg,
             k_column=heads.k_column, v_column=heads.v_column, queries_per_kv=group, ctx=kv.k_hsd.shape[1],
-            scale=log2_scale(d), eps=heads.norm_eps,
+            scale=log2_scale(d), eps=heads.norm_eps, **_cache_arguments(kv),
         )  # fmt: skip
 
     def quantize_rows(self, x_mk: Any, out: Activation, num_rows: int) -> None:

@@ -1,10 +1,8 @@
-// Causal grouped-query attention over a float16 cache for few queries, a split at a time: what attention_few.cu and
-// token.cu share. attention_half.cuh has the sums and why a query's result does not depend on which kernel made it.
-
-__device__ inline u16 saturated_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
+// Causal grouped-query attention over float16 or int8 entries for few queries, a split at a time: what attention_few*.cu
+// and token.cu share. attention_half.cuh has the sums and why a query's result does not depend on which kernel made it.
 
 // RMSNorm and rotation of one head by one warp, as rope.cu. The weight and the angles do not depend on the row, so they
-// are fetched before it is there. What goes to the cache saturates; queries do not.
+// are fetched before it is there. `put(d, y)` gets each channel.
 template <int kHeadDim>
 struct Rotation {
     static constexpr int kChannels = (kHeadDim + kWarp - 1) / kWarp;
@@ -22,8 +20,8 @@ struct Rotation {
         }
     }
 
-    template <bool kSaturates>
-    __device__ void turn(const float (&x)[kChannels], float eps, float* normed_d, u16* y_d) const {
+    template <typename Put>
+    __device__ void turn(const float (&x)[kChannels], float eps, float* normed_d, Put put) const {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kChannels; ++i)
@@ -38,31 +36,16 @@ struct Rotation {
             const int d = channel(i);
             if (d >= kHeadDim) continue;
             const float other = d < kHalf ? -normed_d[d + kHalf] : normed_d[d - kHalf];
-            const float y = add_rn(mul_rn(normed_d[d], cosine[i]), mul_rn(other, sine[i]));
-            y_d[d] = kSaturates ? saturated_half(y) : float_to_half(y);
+            put(d, add_rn(mul_rn(normed_d[d], cosine[i]), mul_rn(other, sine[i])));
         }
         __syncwarp();
     }
 };
 
-// A split is shared by 16 warps: 16 slots each for the scores; for the values, four warps a subtile and a part of the
-// head's channels each (two of them where a part would be less than a tile of 8 columns).
-constexpr int kFewThreads = 512;
-constexpr int kFewWarps = kFewThreads / kWarp;
-constexpr int kSlotsPerWarp = kSplit / kFewWarps;
-constexpr int kKeyTiles = kSlotsPerWarp / 8;
-constexpr int kWarpsPerSubtile = kFewWarps / kSubtiles;
 constexpr int kMergedAtOnce = 8;      // splits
 
-template <int kHeadDim>
-struct Parts {
-    static constexpr int kNum = kHeadDim / 8 < kWarpsPerSubtile ? kHeadDim / 8 : kWarpsPerSubtile;
-    static constexpr int kChannels = kHeadDim / kNum;
-    static constexpr int kHalves = kChannels / 8;      // channels a lane reads of a value
-};
-
 // What a block of few rows keeps in shared memory.
-template <int kHeadDim>
+template <int kHeadDim, typename NewRow>
 struct FewRows {
     u16 queries[kMmaRows * Shape<kHeadDim>::kQueryStride];
     union {
@@ -71,42 +54,14 @@ struct FewRows {
     };
     float maxima[kFewWarps][kMmaRows];
     float sums[kSubtiles][kMmaRows];
-    u16 new_key[kHeadDim], new_value[kHeadDim];
+    NewRow new_key, new_value;
     int is_last;
-};
-
-// The keys of a warp's slots, in registers. Slots from num_known on read as zero.
-template <int kHeadDim>
-struct Keys {
-    using S = Shape<kHeadDim>;
-    Run<S::kKeyHalves> of[kKeyTiles][S::kKeyRuns];
-
-    __device__ void load(const u16* k_sd, int num_known) {
-        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
-#pragma unroll
-        for (int t = 0; t < kKeyTiles; ++t)
-#pragma unroll
-            for (int run = 0; run < S::kKeyRuns; ++run) {
-                if (first + t * 8 < num_known) of[t][run].load(k_sd + (i64)(first + t * 8) * kHeadDim + (run * 4 + j) * S::kKeyHalves);
-                else of[t][run].clear();
-            }
-    }
-
-    // Put in the key of one more slot, from shared memory.
-    __device__ void put(const u16* key_d, int new_slot) {
-        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
-#pragma unroll
-        for (int t = 0; t < kKeyTiles; ++t)
-            if (first + t * 8 == new_slot)
-#pragma unroll
-                for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].load(key_d + (run * 4 + j) * S::kKeyHalves);
-    }
 };
 
 // Dots of the query rows with a warp's keys, a chain of mma over the channels for each tile, the tiles side by side: so a
 // query fragment is held for one step alone.
-template <int kHeadDim>
-__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query_rows, const Keys<kHeadDim>& keys) {
+template <int kHeadDim, typename Rows>
+__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query_rows, const Keys<Rows>& keys) {
     using S = Shape<kHeadDim>;
     const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
 #pragma unroll
@@ -122,49 +77,15 @@ __device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query
             const u32 q[4] = {top.words[2 * i], bottom.words[2 * i], top.words[2 * i + 1], bottom.words[2 * i + 1]};
 #pragma unroll
             for (int t = 0; t < kKeyTiles; ++t)
-                mma_m16n8k16(dots[t], q, keys.of[t][run].words[2 * i], keys.of[t][run].words[2 * i + 1]);
+                mma_m16n8k16(dots[t], q, keys.word(t, run, 2 * i), keys.word(t, run, 2 * i + 1));
         }
     }
 }
 
-// The values of a warp's subtile for its part of the channels, in registers; likewise.
-template <int kHeadDim>
-struct Values {
-    Run<Parts<kHeadDim>::kHalves> of[4][4];
-
-    __device__ static int slot(int step, int i) {
-        return threadIdx.x / kWarp / kWarpsPerSubtile * kSubtile + step * 16 + 2 * (threadIdx.x % 4) + i % 2 + i / 2 * 8;
-    }
-
-    __device__ static int channel() {
-        return threadIdx.x / kWarp % Parts<kHeadDim>::kNum * Parts<kHeadDim>::kChannels +
-               threadIdx.x % kWarp / 4 * Parts<kHeadDim>::kHalves;
-    }
-
-    __device__ void load(const u16* v_sd, int num_known) {
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int s = slot(step, i);
-                if (s < num_known) of[step][i].load(v_sd + (i64)s * kHeadDim + channel());
-                else of[step][i].clear();
-            }
-    }
-
-    __device__ void put(const u16* value_d, int new_slot) {
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (slot(step, i) == new_slot) of[step][i].load(value_d + channel());
-    }
-};
-
 // One split for up to 16 query rows in shared memory: `out` [subtile][row][d] gets the weighted values of each subtile,
 // shared.sums the sums of weights, maxima[0] the maximum of each row. Every thread of the block takes part.
-template <int kHeadDim>
-__device__ inline void split_of_few_rows(FewRows<kHeadDim>& shared, const Keys<kHeadDim>& keys, const Values<kHeadDim>& values,
+template <int kHeadDim, typename NewRow, typename Rows>
+__device__ inline void split_of_few_rows(FewRows<kHeadDim, NewRow>& shared, const Keys<Rows>& keys, const Values<Rows>& values,
                                          int num_rows, int num_slots, float scale, float* out) {
     const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
     float scores[kKeyTiles][4];
@@ -212,7 +133,7 @@ __device__ inline void split_of_few_rows(FewRows<kHeadDim>& shared, const Keys<k
     for (int step = 0; step < 4; ++step) {
         u32 weights[4];
         load_weights(weights, shared.weights, subtile * kSubtile + step * 16);
-        add_values(acc, sums, weights, values.of[step]);
+        values.add(acc, sums, weights, step);
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -258,11 +179,12 @@ struct PlainCodes {
     }
 };
 
-// One layer's norms and cache, and the parts of splits. *_hsd [kv_heads][ctx][d]; parts [heads][num_splits]([d]);
-// arrived_h [kv_heads] counts splits and is zero between layers; queries_per_kv * d divides by 32.
+// One layer's norms and cache, and the parts of splits: [heads][num_splits]([d]). arrived_h [kv_heads] counts splits and is
+// zero between layers; queries_per_kv * d divides by 32.
+template <typename Cache>
 struct RowAttention {
     const float *q_norm_d, *k_norm_d, *cos_sd, *sin_sd;
-    u16 *k_hsd, *v_hsd;
+    Cache k, v;
     float *max_hs, *sum_hs, *out_hsd;
     int* arrived_h;
     int last, k_column, v_column, queries_per_kv, ctx, num_splits;
@@ -287,19 +209,20 @@ struct RunningMerge {
 // One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, by the split
 // that ends last, the merge and the activation codes. The cache is read first, then `wait` is called, then the row is
 // read. `parts`: 4 * queries_per_kv * d floats of shared memory.
-template <int kHeadDim, typename Row, typename Codes, typename Wait>
-__device__ inline void attend_split_of_row(FewRows<kHeadDim>& shared, float* parts, const RowAttention& a, const Row& row,
-                                           const Codes& y, int split, int kv_head, Wait wait) {
+template <int kHeadDim, typename NewRow, typename Cache, typename Row, typename Codes, typename Wait>
+__device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, float* parts, const RowAttention<Cache>& a,
+                                           const Row& row, const Codes& y, int split, int kv_head, Wait wait) {
     const int warp = threadIdx.x / kWarp;
     const int first_slot = split * kSplit, used_splits = a.used_splits();
     const int num_slots = min(kSplit, a.last + 1 - first_slot);
     const bool owns_new = split == used_splits - 1;
     const i64 at = ((i64)kv_head * a.ctx + first_slot) * kHeadDim;
     const int num_known = num_slots - owns_new;
-    Keys<kHeadDim> keys;
-    keys.load(a.k_hsd + at, num_known);
-    Values<kHeadDim> values;
-    values.load(a.v_hsd + at, num_known);
+    using Rows = typename Cache::template Rows<kHeadDim>;
+    Keys<Rows> keys;
+    keys.load(a.k.template from<kHeadDim>(at), num_known);
+    Values<Rows> values;
+    values.load(a.v.template from<kHeadDim>(at), num_known);
     const float* cos_d = a.cos_sd + (i64)a.last * (kHeadDim / 2);
     const float* sin_d = a.sin_sd + (i64)a.last * (kHeadDim / 2);
     const bool has_query = warp < a.queries_per_kv, turns_key = owns_new && warp == kFewWarps - 1;
@@ -311,19 +234,19 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim>& shared, float* par
     u16* query = shared.queries + warp * Shape<kHeadDim>::kQueryStride;
     if (has_query) {
         row.load(x, (kv_head * a.queries_per_kv + warp) * kHeadDim, kHeadDim);
-        rotation.template turn<false>(x, a.eps, shared.normed[warp], query);
+        rotation.turn(x, a.eps, shared.normed[warp], [&](int d, float y) { query[d] = float_to_half(y); });
     } else {
         for (int d = threadIdx.x % kWarp; d < kHeadDim; d += kWarp) query[d] = 0;
     }
     if (turns_key) {
         if (has_query) rotation.fetch(a.k_norm_d, cos_d, sin_d);
         row.load(x, a.k_column + kv_head * kHeadDim, kHeadDim);
-        rotation.template turn<true>(x, a.eps, shared.normed[warp], shared.new_key);
+        rotation.turn(x, a.eps, shared.normed[warp], [&](int d, float y) { shared.new_key.put(d, y); });
     } else if (owns_new && warp == kFewWarps - 2) {
         row.load(x, a.v_column + kv_head * kHeadDim, kHeadDim);
 #pragma unroll
         for (int i = 0; i < Rotation<kHeadDim>::kChannels; ++i)
-            if (rotation.channel(i) < kHeadDim) shared.new_value[rotation.channel(i)] = saturated_half(x[i]);
+            if (rotation.channel(i) < kHeadDim) shared.new_value.put(rotation.channel(i), x[i]);
     }
     __syncthreads();
     if (owns_new) {
@@ -331,9 +254,11 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim>& shared, float* par
         values.put(shared.new_value, num_known);
         const i64 to = at + (i64)num_known * kHeadDim;
         for (int d = threadIdx.x; d < kHeadDim; d += kFewThreads) {
-            a.k_hsd[to + d] = shared.new_key[d];
-            a.v_hsd[to + d] = shared.new_value[d];
+            a.k.stored[to + d] = shared.new_key.stored[d];
+            a.v.stored[to + d] = shared.new_value.stored[d];
         }
+        a.k.store_scales(to, shared.new_key);
+        a.v.store_scales(to, shared.new_value);
     }
     split_of_few_rows<kHeadDim>(shared, keys, values, a.queries_per_kv, num_slots, a.scale, parts);
 

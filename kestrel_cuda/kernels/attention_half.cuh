@@ -1,4 +1,5 @@
-// Attention over a float16 key-value cache on the tensor cores: what attention_few.cu and attention_many.cu share.
+// Attention over a float16 key-value cache on the tensor cores, or over an int8 one whose entries become float16 as they are
+// loaded (kv_rows.cuh): what attention_few*.cu and attention_many*.cu share.
 //
 // The sums are fixed by cache position alone. The cache is cut into splits of 256 slots. For one query row and a split:
 // scores are a chain of mma over the head's channels (query rounded to float16, float32 sums) times the scale, in units
@@ -9,7 +10,7 @@
 //
 // Which channel or slot stands where in an mma is free as long as both operands agree: lane j (of 4) takes channels
 // 8j .. 8j + 7 of a run of 32, so a key is read 16 bytes at a time. Columns of value tiles do not meet, so that which
-// channels they stand for is up to a kernel: in attention_few.cu column c takes HeadDim / 16 neighbouring ones.
+// channels they stand for is up to a kernel: in attention_few.cuh column c takes HeadDim / 16 neighbouring ones.
 
 
 constexpr int kMmaRows = 16;

@@ -3,24 +3,42 @@
 // nothing of (t, h, w). Pairs are (i, i + head_dim / 2).
 
 #include "common.cuh"
+#include "kv_rows.cuh"
 
 constexpr int kRopeWarps = 8;
 constexpr int kMaxHeadDim = 256;
 
-__device__ inline void store_kv(void* cache, i64 at, float x, int kv_kind) {
-    // Saturate what a half cannot hold; a NaN passes, so that it reaches the logits.
-    if (kv_kind == 1) ((u16*)cache)[at] = float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
-    else ((float*)cache)[at] = x;
-}
+// Entries of float16 (kind 1) or float32 (kind 2), as they are.
+struct PlainCache {
+    void* entries;
+    int kind;
+
+    __device__ void put(i64 at, float x) const {
+        if (kind == 1) ((u16*)entries)[at] = saturated_half(x);
+        else ((float*)entries)[at] = x;
+    }
+};
+
+// A warp puts a group of 32 channels at a time.
+struct GroupedCache {
+    i8* codes;
+    u16* scales;
+
+    __device__ void put(i64 at, float x) const {
+        u16 scale;
+        codes[at] = quantize_entry(x, scale);
+        if (threadIdx.x % kWarp == 0) scales[at / kCacheGroup] = scale;
+    }
+};
 
 // qkv [m][ld] with q, k, v from the given columns; cos_sd, sin_sd [ctx][head_dim / 2];
-// q_mhd [m][heads][head_dim] float32; k_hsd, v_hsd [kv_heads][ctx][head_dim], kind 1 f16, 2 f32.
-// Grid: (ceil((heads + 2 kv_heads) / 8), m), one warp a head.
-extern "C" __global__ void __launch_bounds__(kRopeWarps * kWarp)
-qk_norm_rope_store(const float* qkv, const float* q_norm_d, const float* k_norm_d, const float* cos_sd,
-                   const float* sin_sd, const int* position, float* q_mhd, void* k_hsd, void* v_hsd, int ld,
-                   int k_column, int v_column, int num_heads, int num_kv_heads, int head_dim, int ctx, int kv_kind,
-                   float eps) {
+// q_mhd [m][heads][head_dim] float32; k, v [kv_heads][ctx][head_dim], with scales [kv_heads][ctx][head_dim / 32] where
+// they are codes. Grid: (ceil((heads + 2 kv_heads) / 8), m), one warp a head.
+template <typename Cache>
+__device__ inline void norm_rope_store(const float* qkv, const float* q_norm_d, const float* k_norm_d, const float* cos_sd,
+                                       const float* sin_sd, const int* position, float* q_mhd, const Cache& k, const Cache& v,
+                                       int ld, int k_column, int v_column, int num_heads, int num_kv_heads, int head_dim,
+                                       int ctx, float eps) {
     __shared__ float normed[kRopeWarps][kMaxHeadDim];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int head = blockIdx.x * kRopeWarps + warp;
@@ -32,7 +50,7 @@ qk_norm_rope_store(const float* qkv, const float* q_norm_d, const float* k_norm_
     if (head >= num_heads + num_kv_heads) {
         const int kv_head = head - num_heads - num_kv_heads;
         for (int d = lane; d < head_dim; d += kWarp)
-            store_kv(v_hsd, ((i64)kv_head * ctx + slot) * head_dim + d, source[v_column + kv_head * head_dim + d], kv_kind);
+            v.put(((i64)kv_head * ctx + slot) * head_dim + d, source[v_column + kv_head * head_dim + d]);
         return;
     }
     const bool is_query = head < num_heads;
@@ -52,6 +70,27 @@ qk_norm_rope_store(const float* qkv, const float* q_norm_d, const float* k_norm_
         const float other = d < half ? -normed[warp][d + half] : normed[warp][d - half];
         const float y = add_rn(mul_rn(normed[warp][d], c), mul_rn(other, s));
         if (is_query) q_mhd[((i64)row * num_heads + head) * head_dim + d] = y;
-        else store_kv(k_hsd, ((i64)kv_head * ctx + slot) * head_dim + d, y, kv_kind);
+        else k.put(((i64)kv_head * ctx + slot) * head_dim + d, y);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(kRopeWarps * kWarp)
+qk_norm_rope_store(const float* qkv, const float* q_norm_d, const float* k_norm_d, const float* cos_sd,
+                   const float* sin_sd, const int* position, float* q_mhd, void* k_hsd, void* v_hsd, int ld,
+                   int k_column, int v_column, int num_heads, int num_kv_heads, int head_dim, int ctx, int kv_kind,
+                   float eps) {
+    const PlainCache k = {k_hsd, kv_kind}, v = {v_hsd, kv_kind};
+    norm_rope_store(qkv, q_norm_d, k_norm_d, cos_sd, sin_sd, position, q_mhd, k, v, ld, k_column, v_column, num_heads,
+                    num_kv_heads, head_dim, ctx, eps);
+}
+
+// head_dim divides by 32.
+extern "C" __global__ void __launch_bounds__(kRopeWarps * kWarp)
+qk_norm_rope_store_q8(const float* qkv, const float* q_norm_d, const float* k_norm_d, const float* cos_sd,
+                      const float* sin_sd, const int* position, float* q_mhd, i8* k_hsd, u16* k_scales_hsg, i8* v_hsd,
+                      u16* v_scales_hsg, int ld, int k_column, int v_column, int num_heads, int num_kv_heads,
+                      int head_dim, int ctx, float eps) {
+    const GroupedCache k = {k_hsd, k_scales_hsg}, v = {v_hsd, v_scales_hsg};
+    norm_rope_store(qkv, q_norm_d, k_norm_d, cos_sd, sin_sd, position, q_mhd, k, v, ld, k_column, v_column, num_heads,
+                    num_kv_heads, head_dim, ctx, eps);
 }

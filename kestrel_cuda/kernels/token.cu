@@ -2,6 +2,8 @@
 
 #include "common.cuh"
 #include "attention_half.cuh"
+#include "kv_rows.cuh"
+#include "attention_held.cuh"
 #include "attention_few.cuh"
 #include "token_words.cuh"
 #include "token_ring.cuh"

@@ -33,7 +33,7 @@ struct Token {
     float* logits_v;
     u32* counters;
     int num_layers, num_slots, hidden, num_kv_heads, work_bytes;
-    RowAttention attention;            // of no layer yet
+    RowAttention<HalfCache> attention; // of no layer yet
 };
 
 // Dynamic shared memory in bytes from its start; `work` is what one stage at a time needs, attention or linear.
@@ -240,11 +240,11 @@ __device__ __noinline__ void attend(const Token& token, const u64* pointers, int
     extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];
     const int num_units = token.num_kv_heads * token.attention.used_splits();
     if ((int)blockIdx.x >= num_units) return;
-    __shared__ RowAttention a;         // not in registers, which keys and values take
+    __shared__ RowAttention<HalfCache> a;        // not in registers, which keys and values take
     if (threadIdx.x == 0) {
         a = token.attention;
         a.q_norm_d = (const float*)pointers[kQNorm], a.k_norm_d = (const float*)pointers[kKNorm];
-        a.k_hsd = (u16*)pointers[kKeys], a.v_hsd = (u16*)pointers[kValues];
+        a.k.stored = (u16*)pointers[kKeys], a.v.stored = (u16*)pointers[kValues];
     }
     // The warps that add the last stage's pieces may still be at it.
     __syncthreads();
@@ -252,7 +252,8 @@ __device__ __noinline__ void attend(const Token& token, const u64* pointers, int
     const int num_codes = token.num_kv_heads * a.queries_per_kv * kHeadDim;
     const FlaggedCodes y = {token.attended_words, token.attended_words + num_codes / 4, epoch};
     for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
-        FewRows<kHeadDim>& few = *(FewRows<kHeadDim>*)(bytes + work_at);
+        using Few = FewRows<kHeadDim, HalfRow<kHeadDim>>;
+        Few& few = *(Few*)(bytes + work_at);
         float* parts = (float*)(bytes + work_at + (sizeof(few) + 15) / 16 * 16);
         const int split = unit / token.num_kv_heads, kv_head = unit % token.num_kv_heads;
         attend_split_of_row<kHeadDim>(few, parts, a, row, y, split, kv_head, [] {});
@@ -382,7 +383,7 @@ __device__ inline void decode_token(const Token& given) {
         const Token token = {copy_maps, pointers, cuts, final_norm_k, h_k, h_words, qkv_words, attended_words,         \
                              product_words, logits_v, counters, num_layers, num_slots, hidden, num_kv_heads,           \
                              work_bytes,                                                                               \
-                             {nullptr, nullptr, cos_sd, sin_sd, nullptr, nullptr, max_hs, sum_hs, out_hsd, arrived_h,  \
+                             {nullptr, nullptr, cos_sd, sin_sd, {}, {}, max_hs, sum_hs, out_hsd, arrived_h,            \
                               *position, k_column, v_column, queries_per_kv, ctx, num_splits, scale, eps}};            \
         decode_token<WEIGHTS, HEAD_DIM>(token);                                                                        \
     }

@@ -29,6 +29,7 @@ from kestrel_cuda.config import VisionConfig
 from kestrel_cuda.kernels import library
 from kestrel_cuda.model.patch_positions import frame_places
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP, SMALLEST_SCALE
+from kestrel_cuda.quant.kv_rows import KV_GROUP, LARGEST_KV_SCALE
 from kestrel_cuda.quant.packed import Element, PackedGeometry, entry_views, slab_layout
 from kestrel_cuda.weight_keys import LM_HEAD
 from tests.kernel_sources import (
@@ -36,8 +37,9 @@ from tests.kernel_sources import (
     FakeLibrary,
     constants,
     expanded,
+    few_rows_bytes,
     launch_bounds,
-    struct_bytes,
+    many_rows_bytes,
     tile_stage_bytes,
 )
 
@@ -86,6 +88,8 @@ class TestSizes:
             ("cuda_attention.HALF_TILE_ROWS", "attention_many", "kTileRows"),
             ("cuda_attention.HALF_TILE_THREADS", "attention_many", "kTileThreads"),
             ("cuda_attention.HALF_TILE_STAGES", "attention_many", "kStages"),
+            ("cuda_attention.TILES_AHEAD", "attention_many_q8", "kAhead"),
+            ("cuda_attention.PIECE_CODES", "attention_many_q8", "kPieceCodes"),
             ("cuda_attention.MAX_QUERIES_PER_KV", "attention_few", "kMmaRows"),
             ("cuda_decode.COLUMNS", "decode", "kColumns"),
             ("cuda_decode.PIECE_INPUTS", "decode", "kPiece"),
@@ -137,14 +141,21 @@ class TestSizes:
         smallest = re.search(r"kSmallestScale = ([\d.e+-]+)f", library.source("quantize"))
         assert smallest
         assert np.float32(smallest[1]) == SMALLEST_SCALE
+        assert constants("rope")["kCacheGroup"] == KV_GROUP
+        largest = re.search(r"kLargestCacheScale = ([\d.]+)f", library.source("rope"))
+        assert largest
+        assert np.float32(largest[1]) == LARGEST_KV_SCALE
 
     @pytest.mark.usefixtures("cuda")
     def test_head_dims(self) -> None:
         from kestrel_cuda.backends import cuda_attention as attention
 
-        for kind in ("attend_split_f16", "attend_split_f32", "attend_tiled_f16", "attend_tiled_f32", "attend_row_f16"):
-            compiled = {int(kernel.rsplit("_", 1)[1]) for kernel in ALL_KERNELS if kernel.startswith(f"{kind}_")}
-            assert compiled == set(attention.HEAD_DIMS), kind
+        grouped = {d for d in attention.HEAD_DIMS if d % KV_GROUP == 0}
+        for step, caches in (("split", "f16 f32 q8"), ("tiled", "f16 f32 q8"), ("row", "f16 q8")):
+            for cache in caches.split():
+                kind = f"attend_{step}_{cache}_"
+                compiled = {int(kernel.removeprefix(kind)) for kernel in ALL_KERNELS if kernel.startswith(kind)}
+                assert compiled == (grouped if cache == "q8" else set(attention.HEAD_DIMS)), kind
         assert max(attention.HEAD_DIMS) <= constants("rope")["kMaxHeadDim"]
         assert min(attention.FLOAT_TILE_ROWS, attention.HALF_TILE_ROWS) >= attention.MAX_QUERIES_PER_KV
 
@@ -246,8 +257,13 @@ def run_attention(backend: Any, head_dims: tuple[int, ...]) -> None:
             backend.reserve_attention(heads, 40, ctx)
             qkv = np.zeros((40, (num_heads + 2 * kv_heads) * head_dim), np.float32)
             q = np.zeros((40, num_heads, head_dim), np.float32)
-            for dtype in (np.float16, np.float32):
+            for dtype in (np.float16, np.float32, np.int8):
+                if dtype == np.int8 and head_dim % KV_GROUP:
+                    continue
                 kv = KvLayer(*(np.zeros((kv_heads, ctx, head_dim), dtype) for _ in range(2)))
+                if dtype == np.int8:
+                    scales = np.zeros((kv_heads, ctx, head_dim // KV_GROUP), np.float16)
+                    kv = replace(kv, k_scales_hsg=scales, v_scales_hsg=scales)
                 for m in (1, 8, 9, 40):
                     for quantized in (False, True):
                         out = backend.activation(40, num_heads * head_dim, quantized)
@@ -274,6 +290,11 @@ def decoder(element: Element, head_dim: int, group: int = 2, num_inputs: int = 2
     return Decoder((layer, layer), lm_head, norm, heads, row, np.zeros((1, 656), np.float32))
 
 
+def int8_cache(head_dim: int) -> KvLayer:
+    codes, scales = np.zeros((2, 700, head_dim), np.int8), np.zeros((2, 700, head_dim // KV_GROUP), np.float16)
+    return KvLayer(codes, codes, scales, scales)
+
+
 def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kestrel_cuda.backends import cuda_token
 
@@ -293,6 +314,7 @@ def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             replace(whole, heads=replace(whole.heads, head_dim=16)),
             replace(whole, lm_head=weight(BF16)),
             replace(whole, layers=(whole.layers[0], replace(whole.layers[1], o=weight(G256)))),
+            replace(whole, layers=(whole.layers[0], replace(whole.layers[1], kv=int8_cache(head_dim)))),
         ):
             assert backend.whole_token(served_elsewhere) is None
     whole = decoder(Element.INT8, 128)
@@ -480,11 +502,15 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
     for d in HEAD_DIMS:
         # The weighted values of each subtile for a kv head's queries.
         parts = {group: 4 * c["kSubtiles"] * group * d for group, _ in GROUPS}
-        assert asked[f"attend_split_f16_{d}"] == set(parts.values())
         # Other groups share an activation scale between kv heads.
         whole = {size for group, size in parts.items() if group * d % ACTIVATION_GROUP == 0}
-        assert asked[f"attend_row_f16_{d}"] == whole
-        assert asked[f"attend_tiled_f16_{d}"] == {struct_bytes("attention_many", "ManyRows", d)}
+        for cache in ("f16", "q8") if d % KV_GROUP == 0 else ("f16",):
+            assert asked[f"attend_split_{cache}_{d}"] == set(parts.values())
+            assert asked[f"attend_row_{cache}_{d}"] == whole
+        assert asked[f"attend_tiled_f16_{d}"] == {many_rows_bytes("attention_many", "f16", d)}
+        if d % KV_GROUP == 0:
+            addresses = 4 * 8  # not arrays
+            assert asked[f"attend_tiled_q8_{d}"] == {many_rows_bytes("attention_many_q8", "q8", d) + addresses}
 
     c = constants("vision_attention")
     for d, warps in cuda_vision.ATTENTION_WARPS.items():
@@ -496,5 +522,5 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
         is_last = 4  # not an array
-        few = -(-(struct_bytes("token", "FewRows", d) + is_last) // 16) * 16
+        few = -(-(few_rows_bytes("token", "f16", d) + is_last) // 16) * 16
         assert cuda_token.few_rows_bytes(d, group) == few + 4 * c["kSubtiles"] * group * d

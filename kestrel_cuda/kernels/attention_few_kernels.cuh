@@ -1,0 +1,53 @@
+// The kernels of few queries over either kind of cache, to be stamped out by attention_few.cu and attention_few_q8.cu.
+
+// Few queries: one block a (split, kv head, query) writes that split's maximum, sum and weighted values, merged by
+// attend_merge. q_mhd [m][heads][d]; k, v [kv_heads][ctx] rows; max_mhs, sum_mhs [m][heads][splits];
+// out_mhsd [..][splits][d]. Dynamic shared memory: 4 * queries_per_kv * d floats. Grid: (splits, kv_heads, m).
+template <int kHeadDim, typename Rows>
+__device__ inline void attend_split(const float* q_mhd, const Rows& k, const Rows& v, const int* position, float* max_mhs,
+                                    float* sum_mhs, float* out_mhsd, int queries_per_kv, int ctx, float scale) {
+    extern __shared__ __align__(16) float parts[];
+    __shared__ __align__(16) FewRows<kHeadDim, typename Rows::New> shared;
+    const int split = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
+    const int num_splits = gridDim.x, num_heads = gridDim.y * queries_per_kv;
+    const int last = *position + row, first_slot = split * kSplit;
+    if (first_slot > last) return;
+    const int num_slots = min(kSplit, last + 1 - first_slot);
+    const i64 at = ((i64)kv_head * ctx + first_slot) * kHeadDim;
+    Keys<Rows> keys;
+    keys.load(k.from(at), num_slots);
+    Values<Rows> values;
+    values.load(v.from(at), num_slots);
+    const i64 first_head = (i64)row * num_heads + kv_head * queries_per_kv;
+    for (int i = threadIdx.x; i < kMmaRows * kHeadDim; i += kFewThreads) {
+        const int r = i / kHeadDim, d = i % kHeadDim;
+        shared.queries[r * Shape<kHeadDim>::kQueryStride + d] =
+            r < queries_per_kv ? float_to_half(q_mhd[(first_head + r) * kHeadDim + d]) : (u16)0;
+    }
+    __syncthreads();
+    split_of_few_rows<kHeadDim>(shared, keys, values, queries_per_kv, num_slots, scale, parts);
+    for (int i = threadIdx.x; i < queries_per_kv * kHeadDim; i += kFewThreads) {
+        const i64 to = (first_head + i / kHeadDim) * num_splits + split;
+        out_mhsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, queries_per_kv * kHeadDim);
+        if (i % kHeadDim == 0) {
+            max_mhs[to] = shared.maxima[0][i / kHeadDim];
+            sum_mhs[to] = add_subtiles(&shared.sums[0][i / kHeadDim], kMmaRows);
+        }
+    }
+}
+
+// One query from the joint projection to the next linear's input, in one kernel. Dynamic shared memory:
+// 4 * queries_per_kv * d floats. Grid: (splits, kv_heads).
+template <int kHeadDim, typename Cache>
+__device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& row, const PlainCodes& y) {
+    extern __shared__ __align__(16) float parts[];
+    __shared__ __align__(16) FewRows<kHeadDim, typename Cache::template Rows<kHeadDim>::New> shared;
+    launch_dependents();
+    // Read before the wait: the position and the old slots were written before the last plain launch, and between two
+    // tokens there is always one.
+    if (blockIdx.x >= a.used_splits()) {
+        wait_for_previous();
+        return;
+    }
+    attend_split_of_row<kHeadDim>(shared, parts, a, row, y, blockIdx.x, blockIdx.y, [] { wait_for_previous(); });
+}
