@@ -27,7 +27,7 @@ from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits
 from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
 from kestrel_cuda.load import WeightLoader
-from kestrel_cuda.model.kv_cache import KvCache, check_kv_dtype
+from kestrel_cuda.model.kv_cache import KvCache, check_kv_dtype, kv_cache_bytes
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
@@ -226,6 +226,8 @@ class Engine:
             template_source=self.chat.source if self.chat else None,
             keep=plan.keep,
             ctx=ctx,
+            kv=config.kv_dtype.value,
+            kv_bytes_per_slot=kv_cache_bytes(model.text, 1, config.kv_dtype),
             prefill_chunk=plan.prefill_chunk,
             embeddings_on=plan.embeddings_on,
             planned_device_bytes=max(plan.total_bytes, self._encoder.peak_bytes if self._encoder else 0),

@@ -23,7 +23,11 @@ class Token:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading decided. `keep` 0 means everything resident; `notes` are one-line facts worth saying."""
+    """What loading decided. `keep` 0 means everything resident; `notes` are one-line facts worth saying.
+
+    `kv_bytes_per_slot` is what a token of context takes in the key-value cache over all layers, scales counted in: a
+    later token reads that much of it.
+    """
 
     backend: str
     device: str
@@ -37,6 +41,8 @@ class LoadReport:
     template_source: str | None
     keep: int
     ctx: int
+    kv: str
+    kv_bytes_per_slot: int
     prefill_chunk: int
     embeddings_on: Literal["device", "host"]
     planned_device_bytes: int
@@ -86,11 +92,11 @@ class RunReport:
     None when logits were not asked for. A token behind the prompt stands at the cache's length plus `rope_delta`, which
     is 0 without pictures.
 
-    `bytes_read_per_token` counts weights alone, every layer and lm_head once, as they are stored: 34/32 bytes a weight
-    with q8_0, 18/32 with q4_0, 258/256 with g256, and what fills up odd shapes (none in the released ones). The
-    key-value cache, norms and activations are left out. `read_gb_per_s` is that over the median time;
-    `device_read_gb_per_s` the card's read rate, measured while loading (None on the CPU, under a memory bound and
-    where less than 2 GiB was free).
+    `bytes_read_per_token` counts weights alone, every layer and lm_head once, as they are stored: 34/32 bytes a
+    weight with q8_0, 18/32 with q4_0, 258/256 with g256, and what fills up odd shapes (none in the released ones).
+    The key-value cache (`LoadReport.kv_bytes_per_slot` for each slot filled), norms and activations are left out.
+    `read_gb_per_s` is that over the median time; `device_read_gb_per_s` the card's read rate, measured while
+    loading (None on the CPU, under a memory bound and where less than 2 GiB was free).
     """
 
     prompt_ids: tuple[int, ...]

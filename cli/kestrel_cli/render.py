@@ -98,8 +98,8 @@ class Screen:
                 ("quant", f"{quant}{'; lm_head tied to the embeddings' if load.tied else ''}"),
                 ("prompt form", f"template: {load.template_source or 'none'}; end ids: {end_ids}"),
                 ("backend", f"{load.backend}, {load.device}; {window}; embeddings on the {load.embeddings_on}"),
-                ("memory", f"{format_size(load.planned_device_bytes)} planned; {load.ctx} tokens of context, "
-                           f"{load.prefill_chunk} at a time"),
+                ("memory", f"{format_size(load.planned_device_bytes)} planned; {load.ctx} tokens of context "
+                           f"({load.kv}, {format_size(load.kv_bytes_per_slot)} each), {load.prefill_chunk} at a time"),
                 ("loaded in", f"{load.load_ms:.0f} ms"),
             ]
         )  # fmt: skip

@@ -42,6 +42,8 @@ def run_result(
         "dtypes": load.dtypes,
         "quant": load.quant,
         "keep": load.keep or "off",
+        "kv": load.kv,
+        "kv_bytes_per_slot": load.kv_bytes_per_slot,
         "settings": settings.as_json(),
         "residency": asdict(run.residency),
         "timing": asdict(run.timing),

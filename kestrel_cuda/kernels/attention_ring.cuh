@@ -18,6 +18,20 @@ __device__ inline int place(int slot, int channel) {
 // Where the channel `more` further lies: place(slot, channel + more) for a `more` that has no bit of channel.
 __device__ inline int beside(int at, int more) { return (at ^ more % 64) + more / 64 * 64; }
 
+// Subtiles in the order of their use: the keys of a split, then its values.
+struct Walk {
+    int slot = 0;
+    bool is_value = false;
+
+    __device__ void advance(int last) {
+        slot += kSubtile;
+        if (slot % kSplit == 0 || slot > last) {
+            if (!is_value) slot = (slot - 1) / kSplit * kSplit;
+            is_value = !is_value;
+        }
+    }
+};
+
 template <int kHeadDim>
 struct HalfStages {
     u16 subtiles[kStages][kSubtile * kHeadDim];
@@ -31,18 +45,17 @@ struct HalfRing {
     Stages& stages;
     Rows k, v;
     int last;
-    int fetched_slot = 0;
-    bool fetches_values = false;
+    Walk fetched;
     int stage = kStages - 1;
 
     // Past the end an empty group keeps the count of those on their way.
     __device__ void fetch(int to_stage) {
         constexpr int kChunks = kHeadDim / kChunk, kSlots = kTileThreads / kChunks;
         const int own_slot = threadIdx.x / kChunks, own_channel = threadIdx.x % kChunks * kChunk;
-        if (fetched_slot <= last) {
-            const u16* from = (fetches_values ? v.stored_sd : k.stored_sd) + (i64)fetched_slot * kHeadDim + threadIdx.x * kChunk;
+        if (fetched.slot <= last) {
+            const u16* from = (fetched.is_value ? v.stored_sd : k.stored_sd) + (i64)fetched.slot * kHeadDim + threadIdx.x * kChunk;
             u16* to = stages.subtiles[to_stage] + place<kHeadDim>(own_slot, own_channel);
-            if (fetched_slot + kSubtile - 1 <= last) {
+            if (fetched.slot + kSubtile - 1 <= last) {
 #pragma unroll
                 for (int more = 0; more < kSubtile; more += kSlots)
                     copy_async_16(to + more * kHeadDim, from + more * kHeadDim, true);
@@ -50,16 +63,12 @@ struct HalfRing {
                 // Slots past the last read as zero: their weights are 0, and 0 times a NaN would not be.
 #pragma unroll 1
                 for (int slot = own_slot; slot < kSubtile; slot += kSlots) {
-                    const bool valid = fetched_slot + slot <= last;
+                    const bool valid = fetched.slot + slot <= last;
                     copy_async_16(to, valid ? from : k.stored_sd, valid);
                     from += kSlots * kHeadDim, to += kSlots * kHeadDim;
                 }
             }
-            fetched_slot += kSubtile;
-            if (fetched_slot % kSplit == 0 || fetched_slot > last) {
-                if (!fetches_values) fetched_slot = (fetched_slot - 1) / kSplit * kSplit;
-                fetches_values = !fetches_values;
-            }
+            fetched.advance(last);
         }
         asm volatile("cp.async.commit_group;");
     }
@@ -105,20 +114,6 @@ struct Int8Ring {
     using Stages = Int8Stages<kHeadDim>;
     using Rows = Int8Rows<kHeadDim>;
     static constexpr int kPiecesOfRow = kHeadDim / kPieceCodes, kSlots = kTileThreads / kPiecesOfRow;
-
-    // The keys of a split, then its values.
-    struct Walk {
-        int slot = 0;
-        bool is_value = false;
-
-        __device__ void advance(int last) {
-            slot += kSubtile;
-            if (slot % kSplit == 0 || slot > last) {
-                if (!is_value) slot = (slot - 1) / kSplit * kSplit;
-                is_value = !is_value;
-            }
-        }
-    };
 
     Stages& stages;
     int last;

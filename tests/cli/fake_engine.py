@@ -80,8 +80,9 @@ class FakeEngine:
         return LoadReport(
             backend=self.backend, device="test device", model=str(self.config.model), num_layers=4, num_weights=29,
             quant={"layers": "q8_0"}, dtypes={"bf16": 30}, tied=True, eos_ids=(END_ID,), template_source="test",
-            keep=keep, ctx=ctx, prefill_chunk=64, embeddings_on="device", planned_device_bytes=1 << 20, load_ms=12.5,
-            notes=self.notes, warnings=("a stray file", "scales rounded to zero: 3"),
+            keep=keep, ctx=ctx, kv="f16", kv_bytes_per_slot=1024, prefill_chunk=64, embeddings_on="device",
+            planned_device_bytes=1 << 20, load_ms=12.5, notes=self.notes,
+            warnings=("a stray file", "scales rounded to zero: 3"),
         )  # fmt: skip
 
     def generate(

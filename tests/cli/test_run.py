@@ -22,6 +22,7 @@ JSON_KEYS = {
     *("version", "model", "backend", "device", "prompt_ids", "n_prompt", "ids", "text", "stop_reason", "eos_ids"),
     *("images", "videos", "vision_ms", "rope_delta", "max_position"),
     *("template_source", "tied", "dtypes", "quant", "keep", "settings", "residency", "timing", "logits_sha256"),
+    *("kv", "kv_bytes_per_slot"),
     *("bytes_read_per_token", "read_gb_per_s", "device_read_gb_per_s", "read_share"),
     *("notes", "warnings"),
 }

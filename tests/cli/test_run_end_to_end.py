@@ -96,6 +96,10 @@ def test_an_int8_cache_is_asked_for_in_every_way(ask: Ask, tmp_path: Path) -> No
     halves, flag = ask("hi", "-c", str(ctx)), ask("hi", "-c", str(ctx), "--kv", "q8", "--keep", "off")
     saved = halves["residency"]["peak_device_bytes"] - flag["residency"]["peak_device_bytes"]
     assert saved == 12 * 2 * ctx * 2 * (64 - 34)
+    assert [(run["kv"], run["kv_bytes_per_slot"]) for run in (halves, flag)] == [
+        ("f16", 12 * 2 * 2 * 64),
+        ("q8", 12 * 2 * 2 * 34),
+    ]
     assert flag["logits_sha256"] != halves["logits_sha256"]
     (tmp_path / "p.toml").write_text('kv = "q8"\n', encoding="utf-8")
     variable = ask("hi", "-c", str(ctx), "--keep", "1", KESTREL_CUDA_KV="q8")

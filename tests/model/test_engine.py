@@ -273,6 +273,8 @@ class TestLoading:
         assert report.backend == backend_name
         assert (report.num_layers, report.num_weights, report.keep) == (4, 29, 0)
         assert (report.ctx, report.prefill_chunk) == (50, 10)
+        # Keys and values of 4 layers and 2 heads of 128 channels.
+        assert (report.kv, report.kv_bytes_per_slot) == ("f16", 2 * 4 * 2 * 128 * 2)
         assert report.quant == dict.fromkeys(("qkv", "o", "gate_up", "down", "lm_head"), "q8_0")
         assert report.dtypes.keys() == {"BF16"}
         assert not report.tied
