@@ -17,6 +17,7 @@ from kestrel_cuda.report import RunReport
 from kestrel_cuda.step_checks import Check as Check
 from kestrel_cuda.step_checks import step_checks
 from kestrel_cuda.stretch_checks import stretch_checks
+from kestrel_cuda.vision_checks import vision_checks
 
 OnOpen = Callable[[str, str, str | None], None]
 
@@ -54,7 +55,8 @@ def run_selftest(config: EngineConfig, on_open: OnOpen, on_check: Callable[[Chec
     on_open(backend.name, backend.device_name, reason)
     checks = []
     try:
-        for check in chain(step_checks(backend), attention_checks(backend), stretch_checks(backend)):
+        every = chain(step_checks(backend), attention_checks(backend), stretch_checks(backend), vision_checks(backend))
+        for check in every:
             on_check(check)
             checks.append(check)
     finally:
