@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -20,6 +19,8 @@ from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.frames import Video, timestamps, video_patches
 from kestrel_cuda.inputs.video_file import open_video
 from tests.goldens import ORACLE, checkpoint, golden
+
+av = pytest.importorskip("av", reason="PyAV is not installed", exc_type=ImportError)
 
 HALF = (0.5, 0.5, 0.5)
 RELEASED = VideoProcessorConfig(4096, 25_165_824, 16, 2, 2, HALF, HALF, 1 / 255, 2.0, 4, 768)
