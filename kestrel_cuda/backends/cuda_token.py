@@ -8,7 +8,7 @@ for one another, so all of them must be on the card at once: one a multiprocesso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ MOST_NORM_INPUTS = 8 * THREADS
 COUNTER_WORDS = 2 * 32
 NUM_LAYER_POINTERS = 6
 LEAST_SLOTS, MOST_SLOTS = 2, 6
+MOST_SETS_AT_ONCE = 4
 MMA_ROWS, SUBTILES = 16, 4
 COPY_CAPABILITIES = range(90, 120)
 """Compute capabilities with a bulk copy engine and enough shared memory."""
@@ -40,7 +41,7 @@ HEAD_DIMS = (32, 64, 128)
 
 @dataclass(frozen=True)
 class Cut:
-    """How a linear is cut over blocks and warps: kernels/token.cuh's `Cut`, field by field."""
+    """How a linear is cut over blocks and warps: kernels/token_ring.cuh's `Cut`, field by field."""
 
     n: int
     num_groups: int
@@ -50,6 +51,8 @@ class Cut:
     set_columns: int
     items_are_pairs: int
     gate_up: int
+    num_halved: int
+    sets_at_once: int = 1
 
     @property
     def input_bytes(self) -> int:
@@ -58,8 +61,18 @@ class Cut:
 
     @property
     def sums_bytes(self) -> int:
-        """Piece sums of one set."""
+        """Piece sums of a set."""
         return self.num_pieces * (COLUMNS if self.items_are_pairs else 4 * COLUMNS if self.gate_up else 2 * COLUMNS) * 4
+
+    @property
+    def least_bytes(self) -> int:
+        """Inputs, and piece sums of a set in each of two buffers and of half a set."""
+        return self.input_bytes + (3 if self.num_halved else 2) * self.sums_bytes
+
+    def fit(self, work_bytes: int) -> Cut:
+        """With as many sets between two barriers as `work_bytes` of shared memory have room for."""
+        more = (work_bytes - self.least_bytes) // (2 * self.sums_bytes)
+        return replace(self, sets_at_once=min(MOST_SETS_AT_ONCE, 1 + more))
 
 
 def cut_linears(weights: Sequence[DeviceWeight], num_blocks: int) -> list[Cut]:
@@ -80,17 +93,24 @@ def cut_token(layer: Sequence[DeviceWeight], lm_head: DeviceWeight, num_blocks: 
     qkv, o, gate_up, down = layer
     own_qkv, own_head = (cut_linears([weight], num_blocks)[0] for weight in (qkv, lm_head))
     cut_o, cut_down = cut_linears([o, down], num_blocks)
-    return [own_qkv, cut_o, cut_gate_up(gate_up), cut_down, own_head]
+    return [own_qkv, cut_o, cut_gate_up(gate_up, num_blocks), cut_down, own_head]
 
 
-def cut_gate_up(weight: DeviceWeight) -> Cut:
-    """Sets of 32 gate columns and their 32 up columns: one activation group of what follows."""
-    return _cut(weight, weight.geometry.num_outputs // 2 // ACTIVATION_GROUP, ACTIVATION_GROUP, gate_up=True)
+def cut_gate_up(weight: DeviceWeight, num_blocks: int) -> Cut:
+    """Sets of 32 gate columns and their 32 up columns: one activation group of what follows.
+
+    Where the sets of the last round are no more than half the blocks, two blocks take one of them.
+    """
+    num_sets = weight.geometry.num_outputs // 2 // ACTIVATION_GROUP
+    left_over = num_sets % num_blocks
+    num_halved = left_over if num_sets > num_blocks and 2 * left_over <= num_blocks else 0
+    return _cut(weight, num_sets, ACTIVATION_GROUP, gate_up=True, num_halved=num_halved)
 
 
 def _cut(
-    weight: DeviceWeight, num_sets: int, set_columns: int, *, items_are_pairs: bool = False, gate_up: bool = False
-) -> Cut:
+    weight: DeviceWeight, num_sets: int, set_columns: int, *, items_are_pairs: bool = False, gate_up: bool = False,
+    num_halved: int = 0,
+) -> Cut:  # fmt: skip
     geometry = weight.geometry
     num_pieces = geometry.k_padded // PIECE_INPUTS
     return Cut(
@@ -102,6 +122,7 @@ def _cut(
         set_columns=set_columns,
         items_are_pairs=int(items_are_pairs),
         gate_up=int(gate_up),
+        num_halved=num_halved,
     )
 
 
@@ -131,7 +152,7 @@ def table_bytes(cuts: list[Cut], num_layers: int, num_blocks: int) -> int:
 
 def least_work_bytes(cuts: list[Cut], head_dim: int, queries_per_kv: int) -> int:
     """Dynamic shared memory of what one stage at a time needs: attention, or a linear's inputs and sums."""
-    return max(few_rows_bytes(head_dim, queries_per_kv), *(cut.input_bytes + 2 * cut.sums_bytes for cut in cuts))
+    return max(few_rows_bytes(head_dim, queries_per_kv), *(cut.least_bytes for cut in cuts))
 
 
 def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
@@ -195,6 +216,7 @@ class CudaWholeToken:
         first = layers[0]
         room = dynamic_bytes(steps, kernel)
         fixed_bytes = table_bytes(cuts, len(layers), steps.num_multiprocessors) + num_slots * ring_bytes(decoder)
+        cuts = [cut.fit((room - fixed_bytes) // 16 * 16) for cut in cuts]
         hidden, products = first.qkv.geometry.num_inputs, first.down.geometry.num_inputs
         attended = heads.num_heads * heads.head_dim
         matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
@@ -208,6 +230,7 @@ class CudaWholeToken:
             "qkv_words": steps.zeros((first.qkv.geometry.n_padded,), np.uint64),
             "attended_words": steps.zeros((attended // 4 + attended // ACTIVATION_GROUP,), np.uint64),
             "product_words": steps.zeros((products // 4 + products // ACTIVATION_GROUP,), np.uint64),
+            "half_words": steps.zeros((max(1, cuts[2].num_halved) * 4 * COLUMNS,), np.uint64),
             "counters": steps.zeros((COUNTER_WORDS,), np.uint32),
         }
         self._given = {
@@ -222,7 +245,6 @@ class CudaWholeToken:
             "num_slots": num_slots,
             "hidden": hidden,
             "num_kv_heads": heads.num_kv_heads,
-            "work_bytes": (room - fixed_bytes) // 16 * 16,
             "k_column": heads.k_column,
             "v_column": heads.v_column,
             "queries_per_kv": heads.queries_per_kv,

@@ -129,12 +129,14 @@ __device__ inline void split_of_few_rows(FewRows<kHeadDim, NewRow>& shared, cons
     float acc[kHalves][4], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int t = 0; t < kHalves; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
+    // Past the last slot weights and values are zero, and add nothing.
+    if (subtile * kSubtile < num_slots)
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-        u32 weights[4];
-        load_weights(weights, shared.weights, subtile * kSubtile + step * 16);
-        values.add(acc, sums, weights, step);
-    }
+        for (int step = 0; step < 4; ++step) {
+            u32 weights[4];
+            load_weights(weights, shared.weights, subtile * kSubtile + step * 16);
+            values.add(acc, sums, weights, step);
+        }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         const int row = quad + c / 2 * 8;
@@ -272,13 +274,16 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, fl
                 a.sum_hs[to] = add_subtiles(&shared.sums[0][i / kHeadDim], kMmaRows);
             }
         }
-        __threadfence();
+        // One thread's fences order what the barriers order before and after them.
         __syncthreads();
-        if (threadIdx.x == 0) shared.is_last = atomicAdd(&a.arrived_h[kv_head], 1) == used_splits - 1;
+        if (threadIdx.x == 0) {
+            __threadfence();
+            shared.is_last = atomicAdd(&a.arrived_h[kv_head], 1) == used_splits - 1;
+            if (shared.is_last) a.arrived_h[kv_head] = 0;
+            __threadfence();
+        }
         __syncthreads();
         if (!shared.is_last) return;
-        if (threadIdx.x == 0) a.arrived_h[kv_head] = 0;
-        __threadfence();
     }
     for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
         const int r = i / kHeadDim;

@@ -7,6 +7,7 @@
 #include "attention_few.cuh"
 #include "token_words.cuh"
 #include "token_ring.cuh"
+#include "token_sums.cuh"
 #include "token.cuh"
 
 TOKEN(int8_128, Int8Weights, 128)

@@ -17,7 +17,6 @@
 
 enum Counter { kLeft, kEpoch, kNumCounters };
 constexpr int kCounterStride = 32;     // words between counters: one to a cache line
-constexpr int kMostSetsAtOnce = 4;
 
 // Addresses of one layer beside its matrices, in the order the host writes them.
 enum LayerPointer { kInputNorm, kPostNorm, kQNorm, kKNorm, kKeys, kValues, kLayerPointers };
@@ -30,9 +29,10 @@ struct Token {
     const float* final_norm_k;
     const float* h_k;                  // the embedded row
     u64 *h_words, *qkv_words, *attended_words, *product_words;      // flagged; of codes: all codes, then all scales
+    u64* half_words;                   // flagged: [num_halved][gate, up][columns]
     float* logits_v;
     u32* counters;
-    int num_layers, num_slots, hidden, num_kv_heads, work_bytes;
+    int num_layers, num_slots, hidden, num_kv_heads;
     RowAttention<HalfCache> attention; // of no layer yet
 };
 
@@ -45,84 +45,6 @@ __device__ inline u32 load_acquire(const u32* at) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
     return value;
-}
-
-// Activation codes of a block in shared memory.
-struct Codes {
-    i8* codes;
-    float* scales;
-};
-
-// Sums of an item for four columns, complete in lanes 24 on: each lane makes the exact dots and factors of its group, and
-// the sums are carried on from the lanes of one group to those of the next.
-template <typename Weights>
-__device__ inline float4 sum_item(const typename Ring<Weights>::Part& part, const Codes& x, int piece) {
-    const int lane = threadIdx.x % kWarp, group = piece * kGroupsPerPiece + lane / 8;
-    const uint4* codes = (const uint4*)(x.codes + group * kGroup);
-    const uint4 low = codes[0], high = codes[1];
-    const u32 x_words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const float x_scale = x.scales[group];
-    const uint2 pairs = part.scales;
-    const u16 scales[4] = {(u16)pairs.x, (u16)(pairs.x >> 16), (u16)pairs.y, (u16)(pairs.y >> 16)};
-    constexpr int kWords = Weights::kWordsPerGroup;
-    float terms[4], factors[4], sums[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        u32 words[kWords];
-#pragma unroll
-        for (int r = 0; r < kWords; ++r)
-            words[r] = c == 0 ? part.words[r].x : c == 1 ? part.words[r].y : c == 2 ? part.words[r].z : part.words[r].w;
-        terms[c] = (float)Weights::dot(words, x_words);
-        factors[c] = mul_rn(x_scale, half_to_float(scales[c]));
-        sums[c] = fma_rn(terms[c], factors[c], 0.0f);
-    }
-#pragma unroll
-    for (int g = 1; g < kGroupsPerPiece; ++g)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const float carried = __shfl_up_sync(0xffffffffu, sums[c], 8);
-            if (lane / 8 == g) sums[c] = fma_rn(terms[c], factors[c], carried);
-        }
-    return make_float4(sums[0], sums[1], sums[2], sums[3]);
-}
-
-// Sums of all pieces of this block's sets. Piece sums of several sets at a time go to one of two buffers of `sums` in
-// turn; then a warp a set adds its pieces and gives each lane's total, and that of its up column if it has one, to
-// `finish(round, set, lane, total, up)`.
-template <typename Weights, typename Finish>
-__device__ inline void sum_sets(Ring<Weights>& ring, const Cut& cut, const Codes& x, float* sums, int sets_at_once,
-                                Finish finish) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, step = gridDim.x;
-    const int num_sets = cut.num_sets, num_items = cut.num_items, num_pieces = cut.num_pieces, width = cut.width();
-    const int column = lane % 8 * 4, items_are_pairs = cut.items_are_pairs, gate_up = cut.gate_up;
-    int round = 0, which = 0;
-    for (int first_set = blockIdx.x; first_set < num_sets; first_set += sets_at_once * step) {
-        float* buffer = sums + which * sets_at_once * num_pieces * width;
-        int count = 0;
-        for (int set = first_set; set < num_sets && count < sets_at_once; set += step, ++count)
-            for (int item = warp; item < num_items; item += kWarps) {
-                typename Ring<Weights>::Part part;
-                ring.take(part);
-                ring.fill();
-                const int piece = items_are_pairs ? 2 * item + column / kColumns : item >> gate_up;
-                const float4 sum = sum_item<Weights>(part, x, piece);
-                const int to = (gate_up & item) * 2 * kColumns + (items_are_pairs ? column % kColumns : column);
-                if (lane >= 24) *(float4*)&buffer[(count * num_pieces + piece) * width + to] = sum;
-            }
-        __syncthreads();
-        if (warp < count) {
-            const float* from = buffer + warp * num_pieces * width + lane % width;
-            const int second = gate_up ? 2 * kColumns : 0;
-            float total = 0.0f, up = 0.0f;
-#pragma unroll 8
-            for (int piece = 0; piece < num_pieces; ++piece) {
-                total = add_rn(total, from[piece * width]);
-                up = add_rn(up, from[piece * width + second]);
-            }
-            finish(round + warp, first_set + warp * step, lane, total, up);
-        }
-        round += count, which ^= 1;
-    }
 }
 
 // Codes and scales of up to kAtOnce groups a warp, one value a lane each: quantize_in_group for group
@@ -219,9 +141,12 @@ __device__ inline void await_codes(const u64* words, int num_groups, u32 epoch, 
     const int num_words = num_groups * (kGroup / 4), num_all = num_words + num_groups;
     constexpr int kAtOnce = 4;
     for (int first = threadIdx.x; first < num_all; first += kAtOnce * kThreads) {
+        // The first alone until it is there, then the others: their flags are hardly ever asked for in vain.
         Word word[kAtOnce];
+        word[0].load(words + first);
+        word[0].await(words + first, epoch);
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
+        for (int k = 1; k < kAtOnce; ++k)
             if (first + k * kThreads < num_all) word[k].load(words + first + k * kThreads);
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
@@ -234,18 +159,21 @@ __device__ inline void await_codes(const u64* words, int num_groups, u32 epoch, 
     __syncthreads();
 }
 
-// This block's splits of a layer's attention, if it has any. Apart from its caller, so that nothing it could compute ahead of the layers is held throughout.
+// This block's splits of a layer's attention, if it has any. Apart from its caller, so that nothing it could compute ahead
+// of the layers is held throughout.
 template <int kHeadDim>
-__device__ __noinline__ void attend(const Token& token, const u64* pointers, int work_at, u32 epoch) {
+__device__ __noinline__ void attend(const Token& token, const u64* pointers, int work_at, u32 epoch,
+                                    bool is_first_layer) {
     extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];
     const int num_units = token.num_kv_heads * token.attention.used_splits();
     if ((int)blockIdx.x >= num_units) return;
     __shared__ RowAttention<HalfCache> a;        // not in registers, which keys and values take
-    if (threadIdx.x == 0) {
-        a = token.attention;
-        a.q_norm_d = (const float*)pointers[kQNorm], a.k_norm_d = (const float*)pointers[kKNorm];
-        a.k.stored = (u16*)pointers[kKeys], a.v.stored = (u16*)pointers[kValues];
+    if (is_first_layer) {
+        if (threadIdx.x == 0) a = token.attention;
+        __syncthreads();
     }
+    if (threadIdx.x < 2) (&a.q_norm_d)[threadIdx.x] = (const float*)pointers[kQNorm + threadIdx.x];
+    else if (threadIdx.x < 4) (&a.k)[threadIdx.x - 2].stored = (u16*)pointers[kKeys + threadIdx.x - 2];
     // The warps that add the last stage's pieces may still be at it.
     __syncthreads();
     const FlaggedRow row = {token.qkv_words, epoch};
@@ -324,9 +252,9 @@ __device__ inline void decode_token(const Token& given) {
         // Words are written once a layer, those of the residual twice.
         auto epoch = [&] { return first_epoch + layer + 1; };
         auto h_epoch = [&] { return first_epoch + 2 * layer; };
-        if (kind == kO) attend<kHeadDim>(token, pointers(), room.work, epoch());
+        if (kind == kO) attend<kHeadDim>(token, pointers(), room.work, epoch(), layer == 0);
         const Cut& cut = cut_of(kind);
-        if ((int)blockIdx.x >= cut.num_sets) continue;
+        if ((int)blockIdx.x >= cut.num_whole()) continue;
         const int num_groups = cut.num_groups, input_bytes = cut.input_bytes();
         const Codes codes = {(i8*)(bytes + room.work), (float*)(bytes + room.work + num_groups * kGroup)};
         if (kind == kO || kind == kDown) {
@@ -338,8 +266,7 @@ __device__ inline void decode_token(const Token& given) {
         }
         Ring<Weights> ring = make_ring();
         ring.at = places[warp];
-        const int sets_at_once = min(kMostSetsAtOnce, (token.work_bytes - input_bytes) / (2 * 4 * cut.sums_of_set()));
-        sum_sets(ring, cut, codes, (float*)(bytes + room.work + input_bytes), sets_at_once,
+        sum_sets(ring, cut, codes, (float*)(bytes + room.work + input_bytes), token.half_words, epoch(),
                  [&](int round, int set, int lane, float total, float up) {
             const int column = set * cut.set_columns + lane;
             const bool is_output = lane < cut.width() && column < cut.n;
@@ -376,13 +303,13 @@ __device__ inline void decode_token(const Token& given) {
     extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                          \
     decode_token_##SUFFIX(const u8* copy_maps, const u64* pointers, const int* cuts, const float* final_norm_k,        \
                           const float* h_k, u64* h_words, u64* qkv_words, u64* attended_words, u64* product_words,     \
-                          float* logits_v, u32* counters, const float* cos_sd, const float* sin_sd,                    \
+                          u64* half_words, float* logits_v, u32* counters, const float* cos_sd, const float* sin_sd,   \
                           const int* position, float* max_hs, float* sum_hs, float* out_hsd, int* arrived_h,           \
-                          int num_layers, int num_slots, int hidden, int num_kv_heads, int work_bytes, int k_column,   \
+                          int num_layers, int num_slots, int hidden, int num_kv_heads, int k_column,                   \
                           int v_column, int queries_per_kv, int ctx, int num_splits, float scale, float eps) {         \
         const Token token = {copy_maps, pointers, cuts, final_norm_k, h_k, h_words, qkv_words, attended_words,         \
-                             product_words, logits_v, counters, num_layers, num_slots, hidden, num_kv_heads,           \
-                             work_bytes,                                                                               \
+                             product_words, half_words, logits_v, counters, num_layers, num_slots, hidden,             \
+                             num_kv_heads,                                                                             \
                              {nullptr, nullptr, cos_sd, sin_sd, {}, {}, max_hs, sum_hs, out_hsd, arrived_h,            \
                               *position, k_column, v_column, queries_per_kv, ctx, num_splits, scale, eps}};            \
         decode_token<WEIGHTS, HEAD_DIM>(token);                                                                        \

@@ -12,14 +12,22 @@ enum Kind { kQkv, kO, kGateUp, kDown, kLmHead, kNumKinds };
 
 // How a linear is cut. A set is what a block sums up at a time; an item is what a warp sums up of it at a time: 32
 // columns of a piece, or 16 columns of two neighbouring pieces. `gate_up`: a set is 32 gate columns and their 32 up
-// columns, items in turn of the one and of the other.
+// columns, items in turn of the one and of the other. The last `num_halved` sets, which would keep a few blocks a round
+// longer than the others, are taken by two blocks each: an even one has the lower pieces, the next one the rest.
 struct Cut {
-    int n, num_groups, num_sets, num_items, num_pieces, set_columns, items_are_pairs, gate_up;
+    int n, num_groups, num_sets, num_items, num_pieces, set_columns, items_are_pairs, gate_up, num_halved;
+    int sets_at_once;                  // summed up before a barrier
 
     __device__ int width() const { return items_are_pairs ? kColumns : gate_up ? 4 * kColumns : 2 * kColumns; }
     // Activation codes and scales.
     __device__ int input_bytes() const { return num_groups * (kGroup + 4); }
     __device__ int sums_of_set() const { return num_pieces * width(); }
+    __device__ int num_whole() const { return num_sets - num_halved; }
+    __device__ bool has_half() const { return (int)blockIdx.x < 2 * num_halved; }
+    __device__ bool is_upper() const { return blockIdx.x % 2; }
+    // Of the lower half.
+    __device__ int half_pieces() const { return num_pieces / 2; }
+    __device__ int half_items() const { return half_pieces() << gate_up; }
 };
 
 __device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -56,12 +64,14 @@ __device__ inline void wait_barrier(u32 barrier, u32 parity) {
 #endif
 }
 
-// Columns past the matrix's end read as zero.
+// Columns past the matrix's end read as zero. Weights are read once a token: they are the first to leave the second-level
+// cache, so that norms, copy maps and the cache of a short context stay in it.
 __device__ inline void copy_item(u32 to, const u8* map, int column, int half, int item, u32 barrier) {
 #if COPIES_IN_BULK
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0;"
+        " cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6], once; }" ::"r"(to),
         "l"(map), "r"(column), "r"(half), "r"(0), "r"(item), "r"(barrier)
         : "memory");
 #endif
@@ -83,7 +93,7 @@ struct Ring {
     struct Place {
         int taken, parity;             // slot of the oldest item, and its barrier's
         int filled;                    // slot that is filled next
-        int stage, set, item;          // what it is filled with
+        int stage, set, item, end;     // what it is filled with, up to item `end` of the set
     } at;
 
     // What one lane holds of an item: four columns of one group. Lane l has columns 4 * (l % 8) on of group l / 8.
@@ -124,9 +134,10 @@ struct Ring {
         }
         if (++at.filled == num_slots) at.filled = 0;
         at.item += kWarps;
-        if (at.item < c.num_items) return;
-        at.item = threadIdx.x / kWarp, at.set += gridDim.x;
-        if (at.set >= c.num_sets) next_stage();
+        if (at.item < at.end) return;
+        at.item = threadIdx.x / kWarp, at.end = c.num_items;
+        at.set = at.set >= c.num_whole() ? blockIdx.x : at.set + gridDim.x;
+        if (at.set >= c.num_whole()) next_stage();
     }
 
   private:
@@ -134,8 +145,15 @@ struct Ring {
 
     // The next stage that has work for this warp.
     __device__ void next_stage() {
-        at.set = blockIdx.x, at.item = threadIdx.x / kWarp;
+        at.item = threadIdx.x / kWarp;
         do ++at.stage;
-        while (at.stage < num_stages && (at.set >= cut().num_sets || at.item >= cut().num_items));
+        while (at.stage < num_stages && ((int)blockIdx.x >= cut().num_whole() || at.item >= cut().num_items));
+        if (at.stage >= num_stages) return;
+        const Cut& c = cut();
+        at.set = blockIdx.x, at.end = c.num_items;
+        if (!c.has_half()) return;
+        const int first = at.item + (c.is_upper() ? c.half_items() : 0), end = c.is_upper() ? c.num_items : c.half_items();
+        // Few inputs may leave a warp without an item of the half.
+        if (first < end) at.set = c.num_whole() + blockIdx.x / 2, at.item = first, at.end = end;
     }
 };

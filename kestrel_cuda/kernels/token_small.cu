@@ -8,6 +8,7 @@
 #include "attention_few.cuh"
 #include "token_words.cuh"
 #include "token_ring.cuh"
+#include "token_sums.cuh"
 #include "token.cuh"
 
 TOKEN(int8_32, Int8Weights, 32)

@@ -15,9 +15,11 @@ struct Word {
     }
 
     __device__ u32 await(const u64* from, u32 epoch) {
-        while ((int)(flag - epoch) < 0) load(from);
+        while (!is_of(epoch)) load(from);
         return data;
     }
+
+    __device__ bool is_of(u32 epoch) const { return (int)(flag - epoch) >= 0; }
 };
 
 // The projections of a row as flagged words.
@@ -31,11 +33,19 @@ struct FlaggedRow {
         const u64* from = words + column + lane;
         Word word[kChannels];
 #pragma unroll
-        for (int i = 0; i < kChannels; ++i)
-            if (lane + i * kWarp < count) word[i].load(from + i * kWarp);
+        for (int i = 0; i < kChannels; ++i) word[i] = {0, epoch};
+        // All again until all are there: one after the other each late one would cost a trip to memory.
+        bool is_waiting;
+        do {
+            is_waiting = false;
 #pragma unroll
-        for (int i = 0; i < kChannels; ++i)
-            x[i] = lane + i * kWarp < count ? __uint_as_float(word[i].await(from + i * kWarp, epoch)) : 0.0f;
+            for (int i = 0; i < kChannels; ++i)
+                if (lane + i * kWarp < count) word[i].load(from + i * kWarp);
+#pragma unroll
+            for (int i = 0; i < kChannels; ++i) is_waiting |= !word[i].is_of(epoch);
+        } while (is_waiting);
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) x[i] = __uint_as_float(word[i].data);
     }
 };
 

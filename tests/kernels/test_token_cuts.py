@@ -67,7 +67,28 @@ def test_the_outputs_that_add_to_the_residual_are_cut_alike(cuts: list[Any]) -> 
 
 
 def test_no_block_has_much_more_to_sum_up_than_another(cuts: list[Any]) -> None:
-    """But for gate and up of the smallest model, where a set is a whole activation group."""
+    """A block that has half a set has it beside as many whole ones as the others."""
     for cut in cuts:
-        rounds = cut.num_sets / MULTIPROCESSORS
-        assert -(-rounds // 1) <= (1.4 if cut.gate_up else 1.1) * rounds or rounds < 1
+        most = -(-(cut.num_sets - cut.num_halved) // MULTIPROCESSORS) + (0.5 if cut.num_halved else 0)
+        assert most <= 1.1 * cut.num_sets / MULTIPROCESSORS or most == 1
+
+
+def test_sets_are_halved_where_there_are_two_blocks_for_each(token: Any, cuts: list[Any], name: str) -> None:
+    gate_up = cuts[2]
+    assert gate_up.num_halved == {"2b": 60, "4b": 40}.get(name, 0)
+    assert 2 * gate_up.num_halved <= MULTIPROCESSORS
+    assert (gate_up.num_sets - gate_up.num_halved) % MULTIPROCESSORS == 0 or not gate_up.num_halved
+    assert not any(cut.num_halved for cut in cuts if not cut.gate_up)
+    for num_blocks in (1, 7, gate_up.num_sets, gate_up.num_sets + 1):
+        few = token.cut_gate_up(DeviceWeight(PackedGeometry(Element.INT8, 2048, gate_up.n, 32), None, None), num_blocks)
+        left_over = few.num_sets % num_blocks
+        assert few.num_halved in (0, left_over)
+        assert few.num_halved == 0 or num_blocks < few.num_sets
+
+
+def test_as_many_sets_at_once_as_there_is_room_for(token: Any, cuts: list[Any]) -> None:
+    for cut in cuts:
+        for more in range(6):
+            room = cut.least_bytes + more * 2 * cut.sums_bytes
+            assert cut.fit(room).sets_at_once == min(token.MOST_SETS_AT_ONCE, 1 + more)
+            assert cut.fit(room + 2 * cut.sums_bytes - 1) == cut.fit(room)

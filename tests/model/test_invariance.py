@@ -294,15 +294,17 @@ class TestOnTheGpu:
             {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "intermediate_size": 256},
             {"hidden_size": 2048, "num_heads": 4, "head_dim": 128, "intermediate_size": 768},
             {"hidden_size": 2304, "num_heads": 8, "head_dim": 64, "intermediate_size": 640},
+            {"hidden_size": 384, "num_heads": 4, "head_dim": 64, "intermediate_size": 4544},
+            {"hidden_size": 2048, "num_heads": 4, "head_dim": 128, "intermediate_size": 4544},
         ],
-        ids=["128", "256", "2048", "2304"],
+        ids=["128", "256", "2048", "2304", "384-halved", "2048-halved"],
     )
     @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
     def test_a_token_in_one_launch_and_in_many(
         self, load_on_gpu: Load, tmp_path: Path, sizes: dict[str, int], quant: Quant
     ) -> None:
-        """Over a cache of one split and of two, with linears cut in every way; and o and down that would be cut
-        differently each by itself (128)."""
+        """Over a cache of one split and of two, with linears cut in every way; o and down that would be cut differently
+        each by itself (128); and, on 132 multiprocessors, sets of gate and up that two blocks share (halved)."""
         model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, num_kv_heads=2, **sizes)
         prompt = random_ids(240, seed=6)
         engine = load_on_gpu(model, quant=quant, keep=0, ctx=300)
