@@ -8,7 +8,7 @@ from typing import Any
 
 from kestrel_cuda.checkpoint.json_file import shown
 from kestrel_cuda.errors import InputError
-from kestrel_cuda.inputs.visual_source import MOST_FPS, VisualKind, VisualSource, is_url
+from kestrel_cuda.inputs.visual_source import MOST_FPS, VisualKind, VisualSource, is_url, refuse_ambiguous
 
 Message = dict[str, object]
 
@@ -51,7 +51,7 @@ def check_messages(value: object, where: str = "the conversation") -> list[Messa
 def take_visuals(messages: Sequence[Message], folder: Path) -> tuple[list[Message], tuple[VisualSource, ...]]:
     """Checked messages whose pictures and videos are bare parts, as a template needs them, and those in their order.
 
-    Paths are taken from `folder` on.
+    Paths are taken from `folder` on. Raises InputError for a URL that may be a file's name too.
     """
     sources: list[VisualSource] = []
 
@@ -77,7 +77,12 @@ def part_type(part: dict[str, Any]) -> object:
 
 def _source(kind: VisualKind, part: dict[str, Any], folder: Path) -> VisualSource:
     def located(path: str) -> str:
-        return path if is_url(path) else str(folder / path)
+        if is_url(path):
+            refuse_ambiguous(path, folder)
+            return path
+        joined = str(folder / path)
+        # What stood before such a name was a bare `./`.
+        return f"./{joined}" if is_url(joined) else joined
 
     named = part[kind]
     path = located(named) if isinstance(named, str) else tuple(map(located, named))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ def open_picture(source: Path | str) -> Picture:
     # What Pillow warns of is either an error here or no concern of the user's.
     with open_input(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        start = file.read(_START_BYTES)
+        start = read_start(path, file, _START_BYTES)
         if not start:
             raise InputError(f"{shown_path(path)} is empty (0 bytes); a picture is needed: fetch it again")
         file.seek(0)
@@ -92,8 +93,24 @@ def open_input(path: str, what: str = "picture") -> BinaryIO:
     except ValueError as error:
         raise InputError(f"{printable(path)} is no path ({error}); the path of a {what} file is needed") from error
     except OSError as error:
-        do = "allow this user to read it" if error.errno in (errno.EACCES, errno.EPERM) else "check the path"
-        raise InputError(f"{shown_path(path)} cannot be read: {error.strerror}; {do}") from error
+        raise unreadable_input(path, error) from error
+
+
+def read_start(path: str, file: BinaryIO, num_bytes: int) -> bytes:
+    """The first bytes of an open file. Raises InputError where the system gives none."""
+    try:
+        return file.read(num_bytes)
+    except OSError as error:
+        raise unreadable_input(path, error) from error
+
+
+def unreadable_input(path: str, error: OSError) -> InputError:
+    """The error that says why the system does not give what is in a file, and what to do about it."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        do = "allow this user to read it"
+    else:
+        do = "check the disk that it is on" if error.errno == errno.EIO else "check the path"
+    return InputError(f"{shown_path(path)} cannot be read: {error.strerror}; {do}")
 
 
 @contextmanager
@@ -104,8 +121,12 @@ def _decoding(path: str, start: bytes) -> Iterator[None]:
     except (InputError, MemoryError):
         raise
     except Image.DecompressionBombError as error:
-        raise InputError(_too_large(path, "too many")) from error
+        counted = re.search(r"[0-9]+", str(error))
+        raise InputError(_too_large(path, counted[0] if counted else "too many")) from error
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more
+        # Pillow's own have no number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable_input(path, error) from error
         kind = picture_kind(start)
         if isinstance(error, UnidentifiedImageError):
             if kind is None:
@@ -140,6 +161,9 @@ def _picture(path: str, image: Image.Image) -> Picture:
     num_frames = _num_frames(image)
     if num_frames != 1:
         notes.append(f"holds {num_frames or 'several'} frames, the first is taken")
+    # Known until it is loaded.
+    if not image.mode.startswith("I") and _has_16_bits(image):
+        notes.append("values of 16 bits reduced to 8")
     upright, turned = _upright(image)
     is_pnm = image.format == "PPM"
     rgb, converted = _to_rgb(path, upright, is_pnm)
@@ -156,9 +180,22 @@ def _num_frames(image: Image.Image) -> int | None:
         image.seek(0)
 
 
+def _has_16_bits(image: Image.Image) -> bool:
+    """Whether a picture that is not loaded yet is stored so, as far as Pillow says it: PNG, TIFF, PNM."""
+    for tile in getattr(image, "tile", ()):
+        details = tile.args if isinstance(tile.args, tuple) else (tile.args,)
+        if any(isinstance(detail, str) and ";16" in detail for detail in details):
+            return True
+        # A PNM's are its mode and its largest value.
+        if tile.codec_name.startswith("ppm") and isinstance(details[-1], int) and details[-1] > 255:
+            return True
+    return False
+
+
 def _upright(image: Image.Image) -> tuple[Image.Image, list[str]]:
-    # A TIFF is turned, and its tag dropped, when it is loaded; a PNG's tag may come only then.
-    orientation = _orientation(image)
+    # A TIFF is turned, and its tag dropped, when it is loaded. Others wait: to look for the tag may load a picture, and
+    # one that failed to load is not refused a second time.
+    orientation = _orientation(image) if image.format == "TIFF" else 0
     image.load()
     orientation = orientation or _orientation(image)
     try:

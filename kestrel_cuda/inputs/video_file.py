@@ -16,7 +16,7 @@ from kestrel_cuda.checkpoint.files import printable
 from kestrel_cuda.config import VideoProcessorConfig
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.frames import Video, check_frame_count, sampled, take_frames
-from kestrel_cuda.inputs.pictures import Picture, open_input
+from kestrel_cuda.inputs.pictures import Picture, open_input, read_start
 from kestrel_cuda.inputs.signatures import other_kind, picture_kind
 from kestrel_cuda.paths import shown_path
 
@@ -89,7 +89,7 @@ def _container(path: str, file: BinaryIO) -> Iterator[InputContainer]:
             "the video's frames"
         ) from error
     file.seek(0)
-    start = file.read(_START_BYTES)
+    start = read_start(path, file, _START_BYTES)
     if not start:
         raise InputError(f"{shown_path(path)} is empty (0 bytes); a video is needed: fetch it again")
     file.seek(0)

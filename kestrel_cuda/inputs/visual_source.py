@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from kestrel_cuda.checkpoint.files import printable
 from kestrel_cuda.errors import InputError
+from kestrel_cuda.paths import shown_path
 
 VisualKind: TypeAlias = Literal["image", "video"]
 
@@ -37,4 +40,11 @@ def is_url(path: str) -> bool:
 def refuse_url(path: str) -> None:
     """Raise InputError for a URL, which is no path."""
     if is_url(path):
+        refuse_ambiguous(path, Path())
         raise InputError(f"{printable(path)} is a URL, and only files are read; download it and give the file's path")
+
+
+def refuse_ambiguous(url: str, folder: Path) -> None:
+    """Raise InputError for a URL that is the name of a file in `folder` too."""
+    if os.path.lexists(folder / url):
+        raise InputError(f"{shown_path(url)} reads as a URL, and is the name of a file too; write ./{url} for it")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.messages import Message, check_messages, take_visuals
 from kestrel_cuda.inputs.visual_source import VisualSource
 
@@ -44,3 +47,12 @@ def test_what_was_checked_is_not_changed() -> None:
     bare, _ = take_visuals(messages, Path())
     assert messages == [{"role": "user", "content": [{"type": "image", "image": "a.png"}], "name": "n"}]
     assert bare[0]["name"] == "n"
+
+
+def test_a_file_that_is_named_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data:x.png").touch()
+    with pytest.raises(InputError, match=r"data:x\.png reads as a URL, .*; write \./data:x\.png for it"):
+        take_visuals([{"role": "user", "content": [{"type": "image", "image": "data:x.png"}]}], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    _, (source,) = take_visuals([{"role": "user", "content": [{"type": "image", "image": "./data:x.png"}]}], Path())
+    assert source.path == "./data:x.png"

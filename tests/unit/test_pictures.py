@@ -200,6 +200,20 @@ def test_sixteen_bit_colours(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 0x1234, 0x00FF, 0xFFFF, 0, 0x8000, 0x7FFF)))
     assert pixels(path)[0].tolist() == [[0x12, 0, 0xFF], [0, 0x80, 0x7F]]
+    assert open_picture(path).notes == ("values of 16 bits reduced to 8",)
+    path.write_bytes(png(1, 1, 16, 6, b"\0" + struct.pack(">4H", 0x1234, 0x00FF, 0xFFFF, 0xFFFF)))
+    assert "values of 16 bits reduced to 8" in open_picture(path).notes
+    path.write_bytes(png(1, 1, 8, 2, b"\0\1\2\3"))
+    assert open_picture(path).notes == ()
+
+
+@pytest.mark.parametrize(("largest", "notes"), [(65535, ("values of 16 bits reduced to 8",)), (255, ())])
+def test_a_pnm_of_wide_colours(tmp_path: Path, largest: int, notes: tuple[str, ...]) -> None:
+    path = tmp_path / "a.ppm"
+    values = struct.pack(">3H" if largest > 255 else "3B", 0, largest, largest)
+    path.write_bytes(b"P6 1 1 %d\n" % largest + values)
+    assert pixels(path)[0].tolist() == [[0, 255, 255]]
+    assert open_picture(path).notes == notes
 
 
 def test_wide_numbers_are_taken_where_8_bits_hold_them(tmp_path: Path) -> None:
@@ -321,7 +335,9 @@ def test_more_pixels_than_any_picture(tmp_path: Path, width: int, height: int) -
     """A file of 100 bytes that would unpack to gigabytes: an error, and no warning before it."""
     path = tmp_path / "a.png"
     path.write_bytes(png(width, height, 8, 2, b"\0"))
-    assert f"pixels; at most {MAX_PICTURE_PIXELS} are taken: scale it down" in error_of(path)
+    message = error_of(path)
+    assert f"pixels; at most {MAX_PICTURE_PIXELS} are taken: scale it down" in message
+    assert str(width * height) in message or f"{height} x {width}" in message
 
 
 def test_what_pillow_only_warns_of_is_no_error(tmp_path: Path) -> None:
