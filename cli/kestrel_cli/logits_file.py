@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a path that cannot be written, before a run is spent on it. Raises SettingError."""
+def check_writable(path: Path, read: Iterable[tuple[str, os.stat_result]] = ()) -> None:
+    """Refuse a path that cannot be written, before a run is spent on it. Raises SettingError.
+
+    `read` are files that the run reads, each with what names it: none of them is written over.
+    """
     with _refusing(path):
         target = _target(path)
         if target.exists():
@@ -27,8 +30,15 @@ def check_writable(path: Path) -> None:
                 raise SettingError(
                     f"--logits {shown_path(path)}: not a file; needed: the path of one, or of nothing yet"
                 )
+            status = target.stat()
+            for label, other in read:
+                if os.path.samestat(status, other):
+                    raise SettingError(
+                        f"--logits {shown_path(path)}: the file is part of what the run reads ({label}); "
+                        "give another path"
+                    )
             # A rename would replace it all the same, as root may: the mode is the owner's word.
-            if not target.stat().st_mode & 0o222 or not os.access(target, os.W_OK):
+            if not status.st_mode & 0o222 or not os.access(target, os.W_OK):
                 raise SettingError(
                     f"--logits {shown_path(path)}: the file is read-only; give another, or make it writable"
                 )

@@ -12,6 +12,7 @@ import typer
 from kestrel_cli import flags, logits_file, options, signals
 from kestrel_cli.context import context_of
 from kestrel_cli.failures import failure_of
+from kestrel_cli.files_read import files_read
 from kestrel_cli.heard import Heard
 from kestrel_cli.output import Output, StdoutClosed, error_object
 from kestrel_cli.prompt import ChatPrompt, IdsPrompt, Prompt, RawPrompt, read_prompt, standard_input
@@ -85,11 +86,12 @@ def answer(given: flags.Given, variables: Mapping[str, str], output: Output) -> 
     settings = options.settle(options.RUN, given, variables)
     screen = Screen(settings[options.QUIET], variables)
     heard = Heard(screen, settings)
-    prompt = read_prompt(settings, standard_input(), heard.note, heard.warn)
+    stdin = standard_input()
+    prompt = read_prompt(settings, stdin, heard.note, heard.warn)
     with settings.naming_sources():
         logits_path = settings[options.LOGITS]
         if logits_path is not None:
-            logits_file.check_writable(logits_path)
+            logits_file.check_writable(logits_path, files_read(settings, prompt, stdin))
         with closing(open_engine(options.run_config(settings))) as engine:
             visuals = Visuals.open(engine, prompt.visuals, settings, heard)
             _answer(engine, _encode(engine, prompt, visuals), visuals, settings, screen, heard, output)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -134,3 +137,64 @@ def test_each_failure_has_its_advice(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SettingError) as raised:
         logits_file.check_writable(tmp_path / "l.npz")
     assert str(raised.value) == f"--logits {tmp_path}/l.npz: cannot be written: {advice}"
+
+
+def test_no_file_that_the_run_reads_is_written_over(
+    kestrel: CommandLine, tmp_path: Path, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.png", "a.mp4", "prompt.txt", "piped.txt", "in/b.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"kept")
+    parts = [{"type": "image", "image": "in/b.png"}]
+    (tmp_path / "m.json").write_text(json.dumps([{"role": "user", "content": parts}]))
+    (tmp_path / "p.toml").write_text("max_new_tokens = 2\n")
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "1.png").write_bytes(b"kept")
+    (tmp_path / "model" / "shards").mkdir(parents=True)
+    for name in ("config.json", "shards/1.safetensors"):
+        (tmp_path / "model" / name).write_bytes(b"kept")
+    (tmp_path / "blob").write_bytes(b"kept")
+    (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "blob")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "link.npz").symlink_to(tmp_path / "a.png")
+    os.link(tmp_path / "a.png", tmp_path / "hard.npz")
+
+    monkeypatch.chdir(tmp_path)
+    for target, label, arguments in (
+        ("a.png", "--image", ["--image", "./a.png", "hi"]),
+        ("link.npz", "--image", ["--image", "a.png", "hi"]),
+        ("hard.npz", "--image", ["--image", "a.png", "hi"]),
+        ("a.mp4", "--video", ["--video", "a.mp4", "hi"]),
+        ("frames/1.png", "--video", ["--video", "frames", "hi"]),
+        ("prompt.txt", "--prompt-file", ["--prompt-file", "prompt.txt"]),
+        ("m.json", "--messages", ["--messages", "m.json"]),
+        ("in/b.png", "--messages", ["--messages", "m.json"]),
+        ("p.toml", "--profile", ["--profile", "p.toml", "hi"]),
+        ("model/config.json", "--model", ["-m", "model", "hi"]),
+        ("model/shards/1.safetensors", "--model", ["-m", "model", "hi"]),
+        ("blob", "--model", ["-m", "model", "hi"]),
+        ("blob", "--strip-cache", ["--strip-cache", "model", "hi"]),
+    ):
+        ran = kestrel("run", "--quiet", "--logits", target, *arguments)
+        assert (ran.exit_code, ran.out, ran.engine) == (2, "", None), target
+        assert ran.err == (
+            f"kestrel-cuda: --logits {target}: the file is part of what the run reads ({label}); give another path\n"
+        )
+    with (tmp_path / "piped.txt").open("rb") as piped:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(piped))
+        ran = kestrel("run", "--quiet", "--logits", "piped.txt")
+        assert ran.exit_code == 2
+        assert "what the run reads (standard input)" in ran.err
+    assert {path: path.read_bytes() for path in before} == before
+
+    stdin(b"")
+    for _ in range(2):
+        assert kestrel("run", "hi", "--image", "a.png", "-m", "model", "--logits", "model/l.npz").exit_code == 0
+
+
+def test_a_variable_that_names_the_picture(kestrel: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"kept")
+    variables = {"KESTREL_CUDA_IMAGE": str(tmp_path / "a.png")}
+    ran = kestrel("run", "hi", "--quiet", "--logits", str(tmp_path / "a.png"), variables=variables)
+    assert ran.exit_code == 2
+    assert "what the run reads (KESTREL_CUDA_IMAGE)" in ran.err
