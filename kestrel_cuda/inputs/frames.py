@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kestrel_cuda.config import VideoProcessorConfig
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.image_size import ImageSize, check_aspect_ratio, size_of, smart_resize
-from kestrel_cuda.inputs.pictures import Picture, open_picture
+from kestrel_cuda.inputs.pictures import NoPictureError, Picture, open_picture
 from kestrel_cuda.inputs.pixels import Patches, cut, resize
 
 LEAST_FRAMES = 2
@@ -60,7 +60,14 @@ def frame_files(folder: Path) -> list[Path]:
 def open_frames(files: Sequence[Path | str], fps: float, where: str, rules: VideoProcessorConfig) -> Video:
     """The video of the frames in picture files, none left out. Raises InputError, which calls the video `where`."""
     check_frame_count(len(files), where)
-    return take_frames(map(open_picture, files), range(len(files)), len(files), fps, where, rules)
+    return take_frames(map(_open_frame, files), range(len(files)), len(files), fps, where, rules)
+
+
+def _open_frame(file: Path | str) -> Picture:
+    try:
+        return open_picture(file)
+    except NoPictureError as error:
+        raise InputError(f"{error}; every file among a video's frames has to be one: move others elsewhere") from error
 
 
 def take_frames(
@@ -98,18 +105,19 @@ def take_frames(
 
 def check_frame_count(num_frames: int, where: str) -> None:
     if num_frames < LEAST_FRAMES:
-        raise InputError(
-            f"{where} has {num_frames} frames; at least {LEAST_FRAMES} are needed: give a single one as a picture"
-        )
+        found = "1 frame" if num_frames else "no frames"
+        do = ": give a single one as a picture" if num_frames else ""
+        raise InputError(f"{where} has {found}; at least {LEAST_FRAMES} are needed{do}")
 
 
 def video_size(num_frames: int, height: int, width: int, rules: VideoProcessorConfig, where: str) -> ImageSize:
     """What so many frames of this size become. Raises InputError for frames too long for their width."""
     factor, frames_a_patch = rules.factor, rules.temporal_patch_size
+    given_hw = height, width
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    check_aspect_ratio(height, width, where)
+    check_aspect_ratio(height, width, where, given_hw)
     # The limits look at a rounded count of frames, halves to even; the patches at one that is rounded up.
     num_counted = round(num_frames / frames_a_patch) * frames_a_patch
     resized = smart_resize(height, width, num_frames, num_counted, rules)

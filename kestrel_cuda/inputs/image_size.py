@@ -49,12 +49,16 @@ def size_of(grid_t: int, height: int, width: int, rules: ImageProcessorConfig) -
     return ImageSize(height, width, (grid_t, grid_h, grid_w), grid_t * grid_h * grid_w // rules.merge_size**2)
 
 
-def check_aspect_ratio(height: int, width: int, where: str) -> None:
-    """Raise InputError, which calls the picture `where`, unless its sides are within the reference's bound."""
+def check_aspect_ratio(height: int, width: int, where: str, given_hw: tuple[int, int] | None = None) -> None:
+    """Raise InputError, which calls the picture `where`, unless its sides are within the reference's bound.
+
+    `given_hw` is the size that a message shows, where it is not this one.
+    """
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
+        given_height, given_width = given_hw or (height, width)
         raise InputError(
-            f"{where} is {height} x {width} pixels (height x width), one side {ratio:.6g} times the other; "
+            f"{where} is {given_height} x {given_width} pixels (height x width), one side {ratio:.6g} times the other; "
             f"at most {MAX_ASPECT_RATIO} times is taken: crop it or pad it"
         )
 

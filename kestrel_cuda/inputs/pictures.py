@@ -64,6 +64,10 @@ class Picture:
         return self.rgb.width
 
 
+class NoPictureError(InputError):
+    """What bears the name is no picture at all."""
+
+
 def open_picture(source: Path | str) -> Picture:
     """The picture in a file. Raises InputError, one line with the path, where there is none that can be used."""
     path = str(source)
@@ -86,7 +90,7 @@ def open_input(path: str, what: str = "picture") -> BinaryIO:
     try:
         return open_plain(path)
     except NotAFileError as error:
-        raise InputError(f"{shown_path(path)} {error.strerror}; the path of a {what} file is needed") from error
+        raise NoPictureError(f"{shown_path(path)} {error.strerror}; the path of a {what} file is needed") from error
     except FileNotFoundError as error:
         found = "is a link to a file that does not exist" if Path(path).is_symlink() else "does not exist"
         raise InputError(f"{shown_path(path)} {found}; check the path of the {what}") from error
@@ -131,7 +135,7 @@ def _decoding(path: str, start: bytes) -> Iterator[None]:
         if isinstance(error, UnidentifiedImageError):
             if kind is None:
                 found = other_kind(start)
-                raise InputError(
+                raise NoPictureError(
                     f"{shown_path(path)} is {found}, not a picture that is read; give {READ_FORMATS}"
                 ) from error
             reason = "its header cannot be read"

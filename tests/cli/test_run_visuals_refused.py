@@ -133,9 +133,9 @@ def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
 
 def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
     assert refuse("--video", tmp_path / "no.mp4", "hi").endswith("no.mp4 does not exist; check the path of the video")
-    assert "has 1 frames; at least 2" in refuse("--video", frames(tmp_path / "one", 1), "hi")
+    assert "has 1 frame; at least 2" in refuse("--video", frames(tmp_path / "one", 1), "hi")
     (tmp_path / "empty").mkdir()
-    assert "has 0 frames" in refuse("--video", tmp_path / "empty", "hi")
+    assert "has no frames" in refuse("--video", tmp_path / "empty", "hi")
     assert refuse("--video", "https://example.com/a.mp4", "hi").startswith("https://example.com/a.mp4 is a URL")
 
 
