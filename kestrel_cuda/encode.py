@@ -75,10 +75,16 @@ class VisualEncoder:
         self.peak_bytes = 0
 
     def encode(
-        self, backend: Backend, visuals: Sequence[Visual], pixels_mk: NDArray[np.float32], most_bytes: int | None
+        self,
+        backend: Backend,
+        visuals: Sequence[Visual],
+        pixels_mk: NDArray[np.float32],
+        most_bytes: int | None,
+        least_tokens: int | None = 1,
     ) -> EncodedVisuals:
         """Features of `visuals`, whose pixel rows follow one another.
 
+        `least_tokens` is the smallest --image-tokens that these pictures take, None where it bounds none of them.
         Raises DeviceError when that would take more than `most_bytes` of the device, CheckpointError for a weight that
         is not finite.
         """
@@ -94,12 +100,12 @@ class VisualEncoder:
         needed_bytes = held_bytes + sum(parts.values())
         if most_bytes is not None and needed_bytes > most_bytes:
             num_tokens = sum(self._vision.num_tokens(grid) for grid in grids)
-            fitting = self._most_tokens(num_tokens, most_bytes - held_bytes - parts["the vision tower"], dtype)
-            fits = f"--image-tokens {fitting} would fit a single one" if fitting else "no picture fits"
+            room_bytes = most_bytes - held_bytes - parts["the vision tower"]
+            advice = self._advice(visuals, num_tokens, room_bytes, dtype, least_tokens)
             sizes = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
             raise DeviceError(
-                f"encoding pictures of {num_tokens} tokens needs {format_size(needed_bytes)} ({sizes}, "
-                f"{format_size(held_bytes)} in use), more than {format_size(most_bytes)}; {fits}"
+                f"encoding {_kinds(visuals)} of {num_tokens} tokens needs {format_size(needed_bytes)} ({sizes}, "
+                f"{format_size(held_bytes)} in use), more than {format_size(most_bytes)}; {advice}"
             )
         self.peak_bytes = max(self.peak_bytes, needed_bytes)
         weights = self._weights or read_tower(self._checkpoint, self._vision, backend, dtype)
@@ -112,6 +118,32 @@ class VisualEncoder:
         encoded = EncodedVisuals(backend, visuals, features)
         self._encoded.append(encoded)
         return encoded
+
+    def _advice(
+        self,
+        visuals: Sequence[Visual],
+        num_tokens: int,
+        room_bytes: int,
+        dtype: DTypeLike,
+        least_tokens: int | None,
+    ) -> str:
+        """What would make pictures and videos fit, where anything does."""
+        if any(visual.kind == "video" for visual in visuals):
+            pairs: list[Grid] = [(1, *visual.grid[1:]) for visual in visuals if visual.kind == "video"]
+            if tower_work_bytes(self._vision, pairs, dtype) + feature_bytes(self._vision, pairs) > room_bytes:
+                return "not even two frames fit: give smaller ones, or more memory"
+            fewer = "take fewer frames of video (of a file, by a lower --fps)"
+            return fewer if all(visual.kind == "video" for visual in visuals) else f"{fewer}, or smaller pictures"
+        fitting = self._most_tokens(num_tokens, room_bytes, dtype)
+        if not fitting:
+            return "no picture fits"
+        if least_tokens is None:
+            return f"a single one of at most {fitting} tokens would fit (max_pixels in the conversation)"
+        if fitting < least_tokens:
+            return (
+                f"a single one of at most {fitting} would fit, and pictures have at least {least_tokens} (--min-pixels)"
+            )
+        return f"--image-tokens {fitting} would fit a single one"
 
     def _most_tokens(self, below: int, room_bytes: int, dtype: DTypeLike) -> int:
         """Of a single picture of fewer than `below` tokens, whatever its shape."""
@@ -129,3 +161,8 @@ class VisualEncoder:
         if self._weights is not None:
             rows.append(("vision tower", tower_weight_bytes(self._vision, self._weights.dtype)))
         return rows
+
+
+def _kinds(visuals: Sequence[Visual]) -> str:
+    kinds = {visual.kind for visual in visuals}
+    return " and ".join(name for kind, name in (("image", "pictures"), ("video", "videos")) if kind in kinds)

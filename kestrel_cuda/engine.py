@@ -24,7 +24,7 @@ from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from kestrel_cuda.inputs.visual_source import VisualSource
-from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits
+from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits, least_image_tokens
 from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
 from kestrel_cuda.load import WeightLoader
 from kestrel_cuda.model.kv_cache import KvCache, check_kv_dtype, kv_cache_bytes
@@ -251,9 +251,12 @@ class Engine:
         self._model.forget_captures()
         self.backend.reset_peak()
 
-    def encode_visuals(self, visuals: Sequence[Visual], pixels_mk: NDArray[np.float32]) -> EncodedVisuals:
+    def encode_visuals(
+        self, visuals: Sequence[Visual], pixels_mk: NDArray[np.float32], least_tokens: int | None = 1
+    ) -> EncodedVisuals:
         """Features of pictures and videos, which follow one another in `pixels_mk` as in the prompt.
 
+        `least_tokens` is the smallest --image-tokens to advise, None where it would change nothing.
         Before `load` they have the device to themselves, and `load` plans with what stays; a second `load` drops them.
         Raises InputError for a checkpoint without a vision tower, DeviceError when there is no room.
         """
@@ -266,12 +269,13 @@ class Engine:
         if self._encoder is None:
             exact = self.config.quant is Quant.NONE
             self._encoder = VisualEncoder(self.checkpoint, exact=exact, keeps_tower=self.config.keep_tower)
-        return self._encoder.encode(backend, visuals, pixels_mk, self._most_bytes(backend))
+        return self._encoder.encode(backend, visuals, pixels_mk, self._most_bytes(backend), least_tokens)
 
     def encode_opened(self, visuals: Sequence[OpenedVisual]) -> EncodedVisuals:
         """Features of at least one picture or video that `open_visuals` gave, in the order of the prompt."""
-        pixels_mk = [visual.pixels_mk() for visual in visuals]
-        return self.encode_visuals(grids_of(visuals), np.concatenate(pixels_mk) if len(pixels_mk) > 1 else pixels_mk[0])
+        parts = [visual.pixels_mk() for visual in visuals]
+        pixels_mk = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return self.encode_visuals(grids_of(visuals), pixels_mk, least_image_tokens(visuals))
 
     def generate(
         self,

@@ -5,6 +5,7 @@ Knows no tower and no prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,6 +139,12 @@ def image_tokens_that_fit(visuals: Sequence[OpenedVisual], room: int) -> int | N
         return None
     sizes_hw = [(visual.picture.height, visual.picture.width) for visual in limited]
     return fitting_tokens(sizes_hw, room, limited[0].rules)
+
+
+def least_image_tokens(visuals: Sequence[OpenedVisual]) -> int | None:
+    """The smallest --image-tokens that pictures of these take; None where none goes by it."""
+    rules = next((visual.rules for visual in visuals if visual.kind == "image" and not visual.limited_alone), None)
+    return None if rules is None else math.ceil(rules.min_pixels / rules.pixels_per_token)
 
 
 def _open_picture(source: VisualSource, rules: ImageProcessorConfig) -> OpenedPicture:

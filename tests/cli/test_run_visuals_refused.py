@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_cli import options
 from tests import checkpoints
 from tests.checkpoints import edit_json
 from tests.cli.visual_runs import IMAGES, TINY, Ask, Conversation, Refuse, frames, picture
 from tests.goldens import golden
+
+EMBEDDED = options.MODEL.default
 
 
 def test_limits_of_one_picture(ask: Ask, refuse: Refuse, conversation: Conversation) -> None:
@@ -129,6 +132,44 @@ def test_more_pictures_than_positions(ask: Ask, refuse: Refuse, tmp_path: Path) 
 def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
     line = refuse("--video", frames(tmp_path / "long", 40), "hi", "--ctx", 50)
     assert line.endswith("or fewer frames of video (of a file, by a lower --fps)")
+
+
+@pytest.mark.parametrize(
+    ("vram", "advice"),
+    [
+        ("1MiB", "--image-tokens 5 would fit a single one"),
+        ("850KiB", "a single one of at most 2 would fit, and pictures have at least 4 (--min-pixels)"),
+        ("100KiB", "no picture fits"),
+    ],
+)
+def test_a_picture_without_room_to_encode_it(refuse: Refuse, vram: str, advice: str) -> None:
+    """What is advised is a limit that the checkpoint takes."""
+    line = refuse("--image", IMAGES / "rgb_100x75.png", "hi", "--vram", vram, model=EMBEDDED)
+    assert line.startswith("encoding pictures of 6 tokens needs 1.02 MiB (the vision tower ")
+    assert line.endswith(f"; {advice}")
+
+
+def test_a_picture_with_its_own_limit_and_no_room(refuse: Refuse, conversation: Conversation) -> None:
+    part = {"type": "image", "image": "rgb_100x75.png", "max_pixels": 8000}
+    line = refuse("--messages", conversation([{"role": "user", "content": [part]}]), "--vram", "1MiB", model=EMBEDDED)
+    assert line.endswith("; a single one of at most 5 tokens would fit (max_pixels in the conversation)")
+
+
+@pytest.mark.parametrize(
+    ("vram", "advice"),
+    [
+        ("1MiB", "take fewer frames of video (of a file, by a lower --fps)"),
+        ("750KiB", "not even two frames fit: give smaller ones, or more memory"),
+    ],
+)
+def test_a_video_without_room_to_encode_it(refuse: Refuse, tmp_path: Path, vram: str, advice: str) -> None:
+    clip = frames(tmp_path / "clip", 6)
+    line = refuse("--video", clip, "hi", "--vram", vram, model=EMBEDDED)
+    assert line.startswith("encoding videos of 12 tokens needs 1.32 MiB")
+    assert line.endswith(f"; {advice}")
+    both = refuse("--video", clip, "--image", IMAGES / "rgb_96x64.png", "hi", "--vram", vram, model=EMBEDDED)
+    assert both.startswith("encoding pictures and videos of 18 tokens")
+    assert (", or smaller pictures" in both) is (vram == "1MiB")
 
 
 def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
