@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from kestrel_cuda.checkpoint.files import is_present
-from kestrel_cuda.checkpoint.json_file import MAX_NUMBER, JsonObject, read_json, read_json_if_present, shown
+from kestrel_cuda.checkpoint.json_file import JsonObject, read_json, read_json_if_present
 from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcessorConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.paths import shown_path
@@ -18,6 +18,15 @@ _BICUBIC = 3
 _RESCALE_FACTOR = 1 / 255
 """What every release leaves out: 8 bits to the range from 0 to 1."""
 
+_LEAST_DIVISOR, _MOST_VALUE = 1e-6, 1000.0
+"""Far outside what any release has (1/255, 0.5), and what is computed with them stays far inside a float32."""
+
+_SOURCES = {
+    "image": ("image_processor", "preprocessor_config.json"),
+    "video": ("video_processor", "video_preprocessor_config.json"),
+}
+"""The key in processor_config.json, and the file of its own."""
+
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
@@ -27,7 +36,7 @@ def read_image_processor(directory: Path) -> ImageProcessorConfig:
     From `image_processor` in processor_config.json where that has one (transformers 5 saves it so), else from
     preprocessor_config.json. Raises CheckpointError for what is absent, contradicts itself or is not supported.
     """
-    section = _section(directory, "image_processor", "preprocessor_config.json")
+    section = _section(directory, *_SOURCES["image"])
     _check_type(section, "image_processor_type", ("Qwen2VLImageProcessor", "Qwen3VLImageProcessor"))
     return _rules(section)
 
@@ -37,7 +46,7 @@ def read_video_processor(directory: Path) -> VideoProcessorConfig:
 
     A file without fps, min_frames or max_frames gets the values that every release has: 2, 4 and 768.
     """
-    section = _section(directory, "video_processor", "video_preprocessor_config.json")
+    section = _section(directory, *_SOURCES["video"])
     _check_type(section, "video_processor_type", ("Qwen3VLVideoProcessor",))
     if section.get("cap_pixels_per_frame") not in (None, False):
         raise section.wrong("cap_pixels_per_frame", "false: a limit for each frame is not supported")
@@ -56,16 +65,16 @@ def check_processor(processor: ImageProcessorConfig, model: ModelConfig, directo
         raise CheckpointError(
             f"{shown_path(path)} lacks vision_config: this checkpoint takes text only; use one with a vision tower"
         )
-    for key, found, needed in (
-        ("patch_size", vision.patch_size, processor.patch_size),
-        ("temporal_patch_size", vision.temporal_patch_size, processor.temporal_patch_size),
-        ("spatial_merge_size", vision.merge_size, processor.merge_size),
+    for key, of_vision, found, needed in (
+        ("patch_size", "patch_size", vision.patch_size, processor.patch_size),
+        ("temporal_patch_size", "temporal_patch_size", vision.temporal_patch_size, processor.temporal_patch_size),
+        ("merge_size", "spatial_merge_size", vision.merge_size, processor.merge_size),
     ):
         if found != needed:
+            rules = _section(directory, *_SOURCES["video" if isinstance(processor, VideoProcessorConfig) else "image"])
             raise CheckpointError(
-                f"{shown_path(path)}: vision_config.{key} is {found}; it has to be {needed}, as the checkpoint's "
-                "rules for "
-                "pictures have it"
+                f"{shown_path(rules.path)} has {rules.prefix}{key} {needed}, and {path.name} beside it "
+                f"vision_config.{of_vision} {found}; both have to be the same: take them from the original checkpoint"
             )
 
 
@@ -101,9 +110,9 @@ def _rules(section: JsonObject) -> ImageProcessorConfig:
         patch_size=section.integer("patch_size"),
         temporal_patch_size=section.integer("temporal_patch_size"),
         merge_size=section.integer("merge_size"),
-        image_mean=_channels(section, "image_mean", least=-MAX_NUMBER),
-        image_std=_channels(section, "image_std", least=1e-6),
-        rescale_factor=section.number("rescale_factor") if "rescale_factor" in section else _RESCALE_FACTOR,
+        image_mean=_channels(section, "image_mean", least=-_MOST_VALUE),
+        image_std=_channels(section, "image_std", least=_LEAST_DIVISOR),
+        rescale_factor=_rescale_factor(section),
     )
     if rules.max_pixels < max(rules.min_pixels, rules.pixels_per_token):
         raise CheckpointError(
@@ -124,6 +133,15 @@ def _limit(section: JsonObject, key: str, edge: str) -> int:
     return size.integer(edge)
 
 
+def _rescale_factor(section: JsonObject) -> float:
+    if "rescale_factor" not in section:
+        return _RESCALE_FACTOR
+    value = section.get("rescale_factor")
+    if not _is_number(value, _LEAST_DIVISOR):
+        raise section.wrong("rescale_factor", f"a number from {_LEAST_DIVISOR:g} to {_MOST_VALUE:g}")
+    return float(value)
+
+
 def _channels(section: JsonObject, key: str, least: float) -> tuple[float, float, float]:
     """A number a channel, or one for all three."""
     if key not in section:
@@ -132,10 +150,9 @@ def _channels(section: JsonObject, key: str, least: float) -> tuple[float, float
     listed: list[object] = value if isinstance(value, list) else [value] * 3
     numbers = [float(item) for item in listed if _is_number(item, least)]
     if len(listed) != 3 or len(numbers) != 3:
-        bound = "" if least < 0 else f" of at least {shown(least)}"
-        raise section.wrong(key, f"three numbers{bound}, one a channel")
+        raise section.wrong(key, f"three numbers from {least:g} to {_MOST_VALUE:g}, one a channel")
     return numbers[0], numbers[1], numbers[2]
 
 
 def _is_number(value: object, least: float) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= MAX_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= _MOST_VALUE

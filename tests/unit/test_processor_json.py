@@ -6,11 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from kestrel_cuda.checkpoint.config_json import read_config
 from kestrel_cuda.checkpoint.processor_json import check_processor, read_image_processor, read_video_processor
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.inputs.frames import take_frames, video_patches
+from kestrel_cuda.inputs.pictures import Picture
+from kestrel_cuda.inputs.pixels import image_patches
 from tests import checkpoints
 from tests.checkpoints import edit_json
 
@@ -106,11 +111,16 @@ def test_a_missing_limit_is_named(directory: Path, key: str, named: str) -> None
         ("patch_size", [16, 16], "patch_size is [16, 16]"),
         ("patch_size", 16.0, "patch_size is 16.0"),
         ("merge_size", True, "merge_size is true"),
-        ("image_mean", [0.5, 0.5], "image_mean is [0.5, 0.5]; it has to be three numbers, one a channel"),
+        ("image_mean", [0.5, 0.5], "image_mean is [0.5, 0.5]; it has to be three numbers from -1000 to 1000"),
         ("image_mean", ["a", 0, 0], "image_mean is"),
-        ("image_std", [0.5, 0.5, 0], "image_std is [0.5, 0.5, 0]; it has to be three numbers of at least 1e-06"),
+        ("image_std", [0.5, 0.5, 0], "image_std is [0.5, 0.5, 0]; it has to be three numbers from 1e-06 to 1000"),
         ("image_std", float("nan"), "image_std is NaN"),
+        ("image_std", 3e38, "image_std is 3e+38; it has to be three numbers from 1e-06 to 1000"),
+        ("image_mean", [3e38, 0, 0], "image_mean is [3e+38, 0, 0]; it has to be three numbers from -1000 to 1000"),
         ("rescale_factor", 0, "rescale_factor is 0"),
+        ("rescale_factor", 3e38, "rescale_factor is 3e+38; it has to be a number from 1e-06 to 1000"),
+        ("rescale_factor", 1e-40, "rescale_factor is 1e-40"),
+        ("rescale_factor", True, "rescale_factor is true"),
         ("do_resize", False, "do_resize is false; it has to be true"),
         ("do_normalize", False, "do_normalize is false"),
         ("do_rescale", "yes", "do_rescale is"),
@@ -169,9 +179,27 @@ def test_the_tower_has_to_take_the_patches(directory: Path) -> None:
     rules = read_image_processor(directory)
     model = read_config(directory / "config.json")
     check_processor(rules, model, directory)
-    with pytest.raises(CheckpointError, match=r"vision_config\.patch_size is 16; it has to be 14, as"):
+    said = r"/preprocessor_config\.json has patch_size 14, and config\.json beside it vision_config\.patch_size 16;"
+    with pytest.raises(CheckpointError, match=said):
         check_processor(replace(rules, patch_size=14), model, directory)
-    with pytest.raises(CheckpointError, match=r"vision_config\.spatial_merge_size is 2; it has to be 4"):
-        check_processor(replace(rules, merge_size=4), model, directory)
+    said = r"video_preprocessor_config\.json has merge_size 4, and .* vision_config\.spatial_merge_size 2; both have to"
+    with pytest.raises(CheckpointError, match=said):
+        check_processor(replace(read_video_processor(directory), merge_size=4), model, directory)
     with pytest.raises(CheckpointError, match="lacks vision_config: this checkpoint takes text only"):
         check_processor(rules, replace(model, vision=None), directory)
+
+
+@pytest.mark.parametrize(("least", "most"), [((1e-6, -1000, 1e-6), (1000, 1000, 1e-6)), ((1e-6, 1000, 1e-6),) * 2])
+def test_the_widest_numbers_that_are_taken_make_finite_patches(
+    directory: Path, least: tuple[float, ...], most: tuple[float, ...]
+) -> None:
+    """What NumPy has to warn of would be an error here."""
+    for factor, mean, deviation in (least, most):
+        numbers = {"rescale_factor": factor, "image_mean": mean, "image_std": deviation}
+        for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+            edit_json(directory / name, numbers)
+        rules, video_rules = read_image_processor(directory), read_video_processor(directory)
+        picture = Picture("a.png", Image.new("RGB", (64, 64), (0, 128, 255)))
+        assert np.isfinite(image_patches(picture, rules).pixel_values).all()
+        clip = take_frames([picture] * 2, range(2), 2, 2.0, "clip", video_rules)
+        assert np.isfinite(video_patches(clip, video_rules).pixel_values).all()
