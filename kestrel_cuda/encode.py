@@ -115,7 +115,7 @@ class VisualEncoder:
         else:
             for array in weights.arrays():
                 backend.free(array)
-        encoded = EncodedVisuals(backend, visuals, features)
+        encoded = EncodedVisuals(backend, visuals, features, self._checkpoint.path)
         self._encoded.append(encoded)
         return encoded
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
-from kestrel_cuda.checkpoint.reader import NOT_FINITE, open_checkpoint
+from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
-from kestrel_cuda.errors import CheckpointError, InputError, InternalError
+from kestrel_cuda.errors import InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
@@ -193,7 +193,7 @@ class Engine:
                 "than the link; free host memory, or raise the limit of locked memory"
             )
         if damaged_row is not None and damaged_row.result() is not None:
-            raise CheckpointError(f"{NOT_FINITE.format(embedding.name)} (row {damaged_row.result()})")
+            raise self.checkpoint.not_finite(embedding.name, f" (row {damaged_row.result()})")
 
         on_host = plan.embeddings_on == "host"
         table = backend.map_host(embedding.data) if on_host else backend.to_device(embedding.data)
@@ -368,7 +368,7 @@ class Engine:
         def norm(name: str) -> Any:
             weight = widen(self.checkpoint.tensor(name))
             if not np.isfinite(weight).all():
-                raise CheckpointError(NOT_FINITE.format(name))
+                raise self.checkpoint.not_finite(name)
             return backend.to_device(weight)
 
         layers = tuple(

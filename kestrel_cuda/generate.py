@@ -94,7 +94,10 @@ class Generation:
         return np.stack(self._kept_steps) if self._kept_steps else np.zeros((0, self._vocab_size), np.float32)
 
     def __iter__(self) -> Iterator[Token]:
-        """Tokens as they are chosen. Raises InternalError when no logit is a number."""
+        """Tokens as they are chosen.
+
+        Raises InternalError when no logit is a number, CheckpointError when that comes from the features of pictures.
+        """
         before, hidden_sk = self._prefill()
         chosen = self._read_chosen()
         self._ttft_ms = self._backend.elapsed_ms(before, now := self._backend.mark())
@@ -210,6 +213,8 @@ class Generation:
     def _read_chosen(self) -> int:
         chosen = int(self._backend.to_host(self.state.chosen)[0])
         if chosen < 0:
+            if self._encoded is not None:
+                self._encoded.check_finite()
             raise InternalError(
                 f"no logit is a number at step {len(self._ids)}: the weights or the activations overflow"
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kestrel_cuda.backends.base import Backend, PackedTensor, SourceMatrix
-from kestrel_cuda.checkpoint.reader import NOT_FINITE, Checkpoint
+from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.model.weights import DecoderWeights
@@ -48,7 +48,7 @@ class WeightLoader:
     def fill(self, store: WeightStore, backend: Backend, window: ResidencyWindow | None) -> None:
         """Load every layer, by way of the strip cache where one is asked for."""
         if self._config.strip_cache is None:
-            self._say_lost(_lost_groups(store.load(self._members, self._on_layer)))
+            self._say_lost(_lost_groups(self._checkpoint, store.load(self._members, self._on_layer)))
             return
         streams = self._config.host_keep > 0 and window is not None and bool(window.upload_cycle)
         if self._config.host_keep and not streams:
@@ -106,7 +106,7 @@ class WeightLoader:
             self._warnings.append(f"{reason}; it is rebuilt")
         with StripCacheWriter(self._config.strip_cache, expected, reason) as writer:
             found = store.load(self._members, self._on_layer, save=writer.add, keep_host=keep_host)
-            cache = writer.commit(_lost_groups(found))
+            cache = writer.commit(_lost_groups(self._checkpoint, found))
         self._notes.append(f"the packed weights were saved in the strip cache {shown_path(cache.path)}")
         return cache
 
@@ -122,13 +122,14 @@ class WeightLoader:
             )
 
 
-def _lost_groups(found: Sequence[PackedTensor]) -> dict[str, int]:
+def _lost_groups(checkpoint: Checkpoint, found: Sequence[PackedTensor]) -> dict[str, int]:
     """Lost groups by tensor. Raises CheckpointError for a tensor that has no packed form."""
     for tensor in found:
         if tensor.num_nonfinite:
-            raise CheckpointError(NOT_FINITE.format(tensor.name))
+            raise checkpoint.not_finite(tensor.name)
         if tensor.num_oversized_scales:
             raise CheckpointError(
-                f"{tensor.name} needs a scale over 65504, the largest a float16 holds; use --quant none"
+                f"{shown_path(checkpoint.path_of(tensor.name))}: {tensor.name} needs a scale over 65504, the largest "
+                "a float16 holds; use --quant none"
             )
     return {tensor.name: tensor.num_lost_groups for tensor in found if tensor.num_lost_groups}

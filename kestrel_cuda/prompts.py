@@ -14,7 +14,7 @@ from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import Tokenizer
 from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.inputs.visuals import OpenedVisual, VisualLimits, open_visuals
-from kestrel_cuda.inputs.vocabulary import check_encoded
+from kestrel_cuda.inputs.vocabulary import check_encoded, check_visual_tokens
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from kestrel_cuda.paths import shown_path
 
@@ -30,14 +30,15 @@ class PromptEncoder:
     def open_visuals(self, sources: Sequence[VisualSource], limits: VisualLimits) -> tuple[OpenedVisual, ...]:
         """Decode pictures and videos and work out their sizes.
 
-        Raises InputError for a file that cannot be used and for a checkpoint that takes text only, SettingError for
-        limits that leave no size.
+        Raises InputError for a file that cannot be used and for a checkpoint that takes text only, CheckpointError for
+        one whose config.json has other tokens for them than its tokenizer, SettingError for limits that leave no size.
         """
         if not sources:
             return ()
         path, config = self.checkpoint.path, self.checkpoint.config
         if self.checkpoint.text_only or config.vision is None:
             raise InputError(f"{shown_path(path)} has no vision tower: it reads text only; leave the pictures out")
+        check_visual_tokens(self.checkpoint, self.tokenizer)
         return open_visuals(sources, limits, path, config)
 
     def encode_chat(self, messages: list[dict[str, Any]], visuals: Sequence[OpenedVisual]) -> list[int]:
@@ -68,7 +69,8 @@ class PromptEncoder:
     def _encode(self, pieces: Sequence[Piece], visuals: Sequence[OpenedVisual], where: str, advice: str) -> list[int]:
         if visuals:
             placeholders = [visual.placeholder for visual in visuals]
-            pieces = expand(pieces, placeholders, self.checkpoint.config, where, advice)
+            config_path = self.checkpoint.path / "config.json"
+            pieces = expand(pieces, placeholders, self.checkpoint.config, where, advice, config_path)
         ids = encode_pieces(self.tokenizer, pieces)
         return self._placed(check_encoded(self.checkpoint, self.tokenizer, ids), visuals)
 
@@ -80,8 +82,10 @@ class PromptEncoder:
             return ids
         for name, token_id in (("image", config.image_token_id), ("video", config.video_token_id)):
             if token_id is not None and token_id in ids:
+                check_visual_tokens(self.checkpoint, self.tokenizer)
                 raise InputError(
-                    f"the prompt holds the {name} token ({token_id}) but no {name} comes with it; leave the token out"
+                    f"the prompt holds the {name} token ({token_id}) but no {name} comes with it; leave the token out, "
+                    f"or give the {name} (--{name})"
                 )
         return ids
 

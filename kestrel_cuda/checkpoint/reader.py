@@ -34,7 +34,6 @@ from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.paths import shown_path
 from kestrel_cuda.weight_keys import Projection, WeightKey
 
-NOT_FINITE = "{} holds weights that are not finite; the checkpoint is damaged, fetch it again"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _NEUTRAL_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -67,6 +66,17 @@ class Checkpoint:
         """A view of the tensor of that name (as in `names.py`). Raises KeyError for one the model does not have."""
         location = self._locations[name]
         return location.file.view(location.stored_name, name)
+
+    def path_of(self, name: str) -> Path:
+        """The file that the tensor of that name is in."""
+        return self._locations[name].file.path
+
+    def not_finite(self, name: str, detail: str = "") -> CheckpointError:
+        """The error that says so of a tensor's weights."""
+        return CheckpointError(
+            f"{shown_path(self.path_of(name))}: {name} holds weights that are not finite{detail}; the checkpoint is "
+            "damaged, fetch it again"
+        )
 
     def weight(self, key: WeightKey) -> RawTensor:
         """A view of one plain weight `[n, k]`; of the embedding for lm_head of a tied model."""

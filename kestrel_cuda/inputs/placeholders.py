@@ -8,11 +8,13 @@ processing_qwen3_vl.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from kestrel_cuda.config import ModelConfig
 from kestrel_cuda.errors import CheckpointError, InputError
 from kestrel_cuda.inputs.visual_source import VisualKind
+from kestrel_cuda.paths import shown_path
 
 Piece = int | str
 
@@ -26,13 +28,18 @@ class Placeholder(NamedTuple):
 
 
 def expand(
-    pieces: Sequence[Piece], visuals: Sequence[Placeholder], config: ModelConfig, where: str, advice: str
+    pieces: Sequence[Piece],
+    visuals: Sequence[Placeholder],
+    config: ModelConfig,
+    where: str,
+    advice: str,
+    config_path: Path,
 ) -> list[Piece]:
     """A prompt in pieces, ids of added tokens and the text between them, with the tokens of its pictures and videos.
 
     `visuals` are in the order of the prompt. Raises InputError, which calls the prompt's form `where` and says what to
-    do about it, unless it has a place for each and no more; CheckpointError where config.json lacks the tokens around a
-    frame pair.
+    do about it, unless it has a place for each and no more; CheckpointError where config.json (`config_path`) lacks
+    the tokens around a frame pair.
     """
     kinds: dict[Piece, VisualKind] = {}
     if config.image_token_id is not None and config.video_token_id is not None:
@@ -57,15 +64,17 @@ def expand(
         if expanded and (expanded[-1], *pieces[index : index + 1]) == brackets:
             expanded.pop()
             index += 1
-        expanded += _frame_pairs(piece, visual, *brackets)
+        expanded += _frame_pairs(piece, visual, *brackets, config_path)
     return _joined(expanded)
 
 
-def _frame_pairs(token: Piece, video: Placeholder, start: int | None, end: int | None) -> list[Piece]:
+def _frame_pairs(
+    token: Piece, video: Placeholder, start: int | None, end: int | None, config_path: Path
+) -> list[Piece]:
     if start is None or end is None:
         raise CheckpointError(
-            "config.json lacks vision_start_token_id or vision_end_token_id, which stand around each frame pair of a "
-            "video; take it from the original checkpoint"
+            f"{shown_path(config_path)} lacks vision_start_token_id or vision_end_token_id, which stand around each "
+            "frame pair of a video; take it from the original checkpoint"
         )
     return [
         piece

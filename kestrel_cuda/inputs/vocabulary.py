@@ -8,6 +8,7 @@ from kestrel_cuda.checkpoint.files import printable
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.errors import CheckpointError, InputError
 from kestrel_cuda.inputs.tokenizer import Tokenizer
+from kestrel_cuda.paths import shown_path
 
 
 def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -26,6 +27,24 @@ def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
             f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.base_size - 1}, the model up to "
             f"{vocab_size - 1} (vocab_size {vocab_size}); take the tokenizer files of the same checkpoint"
         )
+
+
+def check_visual_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError where config.json and the tokenizer have different ids for the tokens of pictures."""
+    named = {token: token_id for token_id, token in tokenizer.added_tokens.items()}
+    config = checkpoint.config
+    for key, token, found in (
+        ("image_token_id", "<|image_pad|>", config.image_token_id),
+        ("video_token_id", "<|video_pad|>", config.video_token_id),
+        ("vision_start_token_id", "<|vision_start|>", config.vision_start_token_id),
+        ("vision_end_token_id", "<|vision_end|>", config.vision_end_token_id),
+    ):
+        needed = named.get(token)
+        if found is not None and needed is not None and found != needed:
+            raise CheckpointError(
+                f"{shown_path(checkpoint.path / 'config.json')}: {key} is {found}; it has to be {needed}, the id that "
+                f"the tokenizer has for {token}: take config.json and the tokenizer files of the same checkpoint"
+            )
 
 
 def check_encoded(checkpoint: Checkpoint, tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ modeling_qwen3_vl.py, get_rope_index). A video's time lies in the text between i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -49,9 +50,9 @@ def find_spans(ids: Sequence[int], visuals: Sequence[Visual], config: ModelConfi
     size = config.vision.merge_size
     token_ids = {"image": config.image_token_id, "video": config.video_token_id}
     frames = [
-        (visual.kind, VisualSpan(0, visual.grid[1] // size, visual.grid[2] // size))
-        for visual in visuals
-        for _ in range(visual.grid[0])
+        (visual.kind, name, VisualSpan(0, visual.grid[1] // size, visual.grid[2] // size))
+        for visual, name in zip(visuals, _names(visuals), strict=True)
+        for name in _frame_names(visual, name)
     ]
     spans: list[VisualSpan] = []
     at = 0
@@ -60,27 +61,59 @@ def find_spans(ids: Sequence[int], visuals: Sequence[Visual], config: ModelConfi
             at += 1
             continue
         if len(spans) == len(frames):
-            raise InputError(f"token {at} of the prompt stands for a picture; {_counted(visuals)} came with it")
-        kind, frame = frames[len(spans)]
+            found = "an image token" if ids[at] == config.image_token_id else "a video token"
+            raise InputError(
+                f"token {at} of the prompt is {found} ({ids[at]}) too many: {_counted(visuals)} came with the prompt, "
+                "and every one has its tokens before; leave it out"
+            )
+        kind, name, frame = frames[len(spans)]
         span = frame._replace(start=at)
         if set(ids[at : span.stop]) != {token_ids[kind]} or span.stop > len(ids):
             raise InputError(
-                f"{kind} {len(spans) + 1} takes {span.stop - at} {kind} tokens ({token_ids[kind]}) in a row, "
-                f"which the prompt does not have from token {at}"
+                f"{name} takes {_tokens(frame, kind, token_ids[kind])} in a row; from token {at} on the prompt has "
+                f"{_run(ids[at:], token_ids[kind])}: put {frame.stop} there"
             )
         spans.append(span)
         at = span.stop
     if len(spans) < len(frames):
+        kind, name, frame = frames[len(spans)]
+        brackets = config.vision_start_token_id, config.vision_end_token_id
+        between = "" if None in brackets else f" between {brackets[0]} and {brackets[1]}"
         raise InputError(
-            f"{_counted(visuals)} came with the prompt, which has places for {len(spans)} of {len(frames)} pictures "
-            "and frame pairs; the chat template may leave them out"
+            f"{_counted(visuals)} came with the prompt, and {name} has no tokens in it; it takes "
+            f"{_tokens(frame, kind, token_ids[kind])} in a row: put them where it belongs{between}"
         )
     return tuple(spans)
 
 
+def _names(visuals: Sequence[Visual]) -> list[str]:
+    """`image 1`, `video 1`, `image 2`: as they were given, each kind counted for itself."""
+    counts = Counter[str]()
+    names = []
+    for visual in visuals:
+        counts[visual.kind] += 1
+        names.append(f"{visual.kind} {counts[visual.kind]}")
+    return names
+
+
+def _frame_names(visual: Visual, name: str) -> list[str]:
+    if visual.kind == "image":
+        return [name]
+    return [f"frame pair {number} of {name}" for number in range(1, visual.grid[0] + 1)]
+
+
+def _tokens(frame: VisualSpan, kind: str, token_id: int | None) -> str:
+    return f"{frame.stop} {kind} token{'' if frame.stop == 1 else 's'} ({token_id})"
+
+
+def _run(ids: Sequence[int], token_id: int | None) -> int:
+    """How many of these a sequence begins with."""
+    return next((index for index, other in enumerate(ids) if other != token_id), len(ids))
+
+
 def _counted(visuals: Sequence[Visual]) -> str:
-    num_images = sum(visual.kind == "image" for visual in visuals)
-    return f"{num_images} images and {len(visuals) - num_images} videos"
+    counts = Counter[str](visual.kind for visual in visuals)
+    return " and ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counts.items()) or "nothing"
 
 
 def prompt_positions(num_tokens: int, spans: Sequence[VisualSpan]) -> NDArray[np.int64]:

@@ -18,10 +18,9 @@ from kestrel_cuda.checkpoint.names import (
     block_part_name,
     merger_part_name,
 )
-from kestrel_cuda.checkpoint.reader import NOT_FINITE, Checkpoint
+from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, narrow, widen
 from kestrel_cuda.config import VisionConfig
-from kestrel_cuda.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def read_tower(checkpoint: Checkpoint, config: VisionConfig, backend: Backend, d
     def tensor(name: str, kind: DTypeLike, shape: tuple[int, ...] | None = None) -> Array:
         raw = checkpoint.tensor(name)
         if first_nonfinite_row(raw) is not None:
-            raise CheckpointError(NOT_FINITE.format(name))
+            raise checkpoint.not_finite(name)
         values = narrow(raw) if np.dtype(kind) == BFLOAT16 else widen(raw)
         return backend.to_device(values.reshape(shape or raw.shape))
 

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.model.prompt_positions import Visual, VisualSpan
 from kestrel_cuda.model.vision import VisionFeatures
+from kestrel_cuda.paths import shown_path
 
 
 class EncodedVisuals:
     """Pictures and videos in the order of the prompt, and their features, which follow one another.
 
-    The features are on the backend until `free`, or until the engine that made them closes.
+    The features are on the backend until `free`, or until the engine that made them closes. `checkpoint_path` is whose
+    tower made them.
     """
 
-    def __init__(self, backend: Backend, visuals: Sequence[Visual], features: VisionFeatures) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: Backend, visuals: Sequence[Visual], features: VisionFeatures, checkpoint_path: Path
+    ) -> None:
+        self._backend, self._checkpoint_path = backend, checkpoint_path
         self.visuals = tuple(visuals)
         self.features = features
         self.num_bytes = sum(array.nbytes for array in features.arrays())
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError unless every feature is a number. It reads all back: for when something went wrong."""
+        if not all(np.isfinite(self._backend.to_host(array)).all() for array in self.features.arrays()):
+            raise CheckpointError(
+                f"{shown_path(self._checkpoint_path)}: the vision tower makes features that are not finite of the "
+                "prompt's pictures; its weights are damaged or too large: take the original checkpoint"
+            )
 
     def free(self) -> None:
         """Give the features back."""

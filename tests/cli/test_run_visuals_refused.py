@@ -9,7 +9,7 @@ import pytest
 from kestrel_cli import options
 from tests import checkpoints
 from tests.checkpoints import edit_json
-from tests.cli.visual_runs import IMAGES, TINY, Ask, Conversation, Refuse, frames, picture
+from tests.cli.visual_runs import IMAGES, TINY, Ask, Conversation, Refuse, Run, frames, picture
 from tests.goldens import golden
 
 EMBEDDED = options.MODEL.default
@@ -72,10 +72,56 @@ def test_ids_hold_pictures_at_full_length(ask: Ask, refuse: Refuse) -> None:
     found = ask("--ids", ids, *pictures, "-n", 4, "--quant", "none")
     assert found["ids"] == arrays["greedy_ids"][:4].tolist()
     swapped = refuse("--ids", ids, *pictures[2:], *pictures[:2])
-    assert swapped.startswith("image 1 takes 6 image tokens (626) in a row, which the prompt does not have")
+    assert swapped.startswith("image 1 takes 6 image tokens (626) in a row; from token")
     twice = refuse("--ids", ids, *pictures[:2], *pictures[:2])
-    assert twice.startswith("token 40 of the prompt stands for a picture; 2 images and 0 videos came with it")
-    assert refuse("--ids", "1,2", *pictures).startswith("2 images and 0 videos came with the prompt, which has places")
+    assert twice.startswith("token 40 of the prompt is an image token (626) too many: 2 images came with the prompt")
+    assert "image 1 has no tokens in it; it takes" in refuse("--ids", "1,2", *pictures)
+    assert refuse("--ids", "626").endswith("no image comes with it; leave the token out, or give the image (--image)")
+
+
+@pytest.mark.parametrize(
+    ("key", "token"),
+    [
+        ("image_token_id", "<|image_pad|>"),
+        ("video_token_id", "<|video_pad|>"),
+        ("vision_start_token_id", "<|vision_start|>"),
+        ("vision_end_token_id", "<|vision_end|>"),
+    ],
+)
+def test_other_ids_in_config_json_than_in_the_tokenizer(
+    ask: Ask, refuse: Refuse, tmp_path: Path, key: str, token: str
+) -> None:
+    """config.json is at fault, not the template and not the prompt; text alone goes on."""
+    model = checkpoints.copy(TINY, tmp_path / "model")
+    edit_json(model / "config.json", {key: 99})
+    line = refuse("--image", IMAGES / "rgb_96x64.png", "hi", model=model)
+    assert line.startswith(f"{model / 'config.json'}: {key} is 99; it has to be 62")
+    assert f"the id that the tokenizer has for {token}" in line
+    assert ask("--ids", "1,2,3", "-n", 1, model=model)["ids"]
+    if key in ("image_token_id", "video_token_id"):
+        assert refuse("--ids", "99,1", model=model) == line
+
+
+def fill(model: Path, name: str, bits: int) -> None:
+    """Give every value of a bfloat16 tensor the same bits."""
+    tensors = checkpoints.read_tensors(model)
+    dtype, shape, data = tensors[name].dtype, tensors[name].shape, tensors[name].data
+    assert dtype == "BF16"
+    tensors[name] = checkpoints.Stored(dtype, shape, bits.to_bytes(2, "little") * (len(data) // 2))
+    checkpoints.write_tensors(model, tensors)
+
+
+def test_a_tower_that_overflows_is_the_checkpoint_s_fault(real_run: Run, tmp_path: Path) -> None:
+    """Not this program's, though nothing in the file says so."""
+    model = checkpoints.copy(TINY, tmp_path / "model")
+    fill(model, "model.visual.patch_embed.proj.bias", 0x7F61)
+    exit_code, out, err = real_run("-m", model, "--image", IMAGES / "rgb_96x64.png", "hi", "--quiet")
+    assert (exit_code, out) == (2, ""), err
+    assert err.startswith(f"kestrel-cuda: {model}: the vision tower makes features that are not finite")
+    assert err.count("\n") == 1
+    fill(model, "model.visual.patch_embed.proj.bias", 0x7FC0)
+    _, _, err = real_run("-m", model, "--image", IMAGES / "rgb_96x64.png", "hi", "--quiet")
+    assert err.startswith(f"kestrel-cuda: {model}/model.safetensors: model.visual.patch_embed.proj.bias holds weights")
 
 
 def test_case_d21_a_picture_too_long_for_its_width(refuse: Refuse, tmp_path: Path) -> None:

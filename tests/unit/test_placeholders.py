@@ -38,7 +38,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def expanded(pieces: list[Piece], visuals: list[Placeholder], config: ModelConfig) -> list[Piece]:
-    return expand(pieces, visuals, config, "the prompt", "do otherwise")
+    return expand(pieces, visuals, config, "the prompt", "do otherwise", Path("/models/m/config.json"))
 
 
 def test_an_image_token_is_repeated(config: ModelConfig) -> None:
@@ -120,7 +120,7 @@ def test_places_and_pictures_have_to_agree(
 def test_frame_pairs_need_the_tokens_around_them(config: ModelConfig) -> None:
     without = replace(config, vision_end_token_id=None)
     assert expanded([START, IMAGE, END], [Placeholder("image", 1)], without) == [START, IMAGE, END]
-    with pytest.raises(CheckpointError, match="lacks vision_start_token_id or vision_end_token_id"):
+    with pytest.raises(CheckpointError, match=r"^/models/m/config\.json lacks vision_start_token_id or"):
         expanded([START, VIDEO, END], [CLIP], without)
 
 

@@ -108,21 +108,30 @@ def test_pictures_with_nothing_between_them(model: ModelConfig) -> None:
 
 def test_case_d27_a_prompt_without_its_picture_is_refused(model: ModelConfig) -> None:
     one = Visual("image", (1, 4, 4))
-    with pytest.raises(
-        InputError, match=r"1 images and 0 videos came .* places for 0 of 1 .* template may leave them out"
-    ):
+    with pytest.raises(InputError) as caught:
         find_spans([TEXT] * 9, [one], model)
-    with pytest.raises(InputError, match=r"places for 1 of 2"):
+    assert str(caught.value) == (
+        "1 image came with the prompt, and image 1 has no tokens in it; it takes 4 image tokens (626) in a row: put "
+        "them where it belongs between 623 and 624"
+    )
+    with pytest.raises(InputError, match=r"^2 images came with the prompt, and image 2 has no tokens in it"):
         find_spans([TEXT] + [IMAGE] * 4 + [TEXT], [one, one], model)
+    clip = Visual("video", (2, 2, 2))
+    with pytest.raises(InputError, match=r"^1 image and 1 video came .* frame pair 2 of video 1 .* 1 video token \("):
+        find_spans([IMAGE] * 4 + [VIDEO, TEXT], [one, clip], model)
+    without = replace(model, vision_start_token_id=None)
+    with pytest.raises(InputError, match=r"put them where it belongs$"):
+        find_spans([TEXT], [one], without)
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([TEXT] + [IMAGE] * 3 + [TEXT], "image 1 takes 4 image tokens (626) in a row, which the prompt does not have"),
-        ([TEXT] + [IMAGE] * 3, "which the prompt does not have from token 1"),
-        ([TEXT] + [VIDEO] * 4, "image 1 takes 4 image tokens"),
-        ([TEXT] + [IMAGE] * 5, "token 5 of the prompt stands for a picture; 1 images and 0 videos came with it"),
+        ([TEXT] + [IMAGE] * 3 + [TEXT], "image 1 takes 4 image tokens (626) in a row; from token 1 on the prompt"),
+        ([TEXT] + [IMAGE] * 3, "from token 1 on the prompt has 3: put 4 there"),
+        ([TEXT] + [VIDEO] * 4, "image 1 takes 4 image tokens (626) in a row; from token 1 on the prompt has 0"),
+        ([TEXT] + [IMAGE] * 5, "token 5 of the prompt is an image token (626) too many: 1 image came with the prompt"),
+        ([*[IMAGE] * 4, VIDEO], "token 4 of the prompt is a video token ("),
     ],
 )
 def test_tokens_that_are_not_those_of_the_pictures_are_refused(

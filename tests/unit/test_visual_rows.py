@@ -40,7 +40,7 @@ def test_every_feature_lands_once_on_its_row(chunk: int) -> None:
 def test_features_are_given_back(cpu_backend: Backend) -> None:
     before = cpu_backend.memory().allocated_bytes
     rows_mn = [cpu_backend.zeros((12, 4), np.float32) for _ in range(2)]
-    encoded = EncodedVisuals(cpu_backend, [], VisionFeatures(rows_mn[0], (rows_mn[1],)))
+    encoded = EncodedVisuals(cpu_backend, [], VisionFeatures(rows_mn[0], (rows_mn[1],)), Path("model"))
     assert cpu_backend.memory().allocated_bytes == before + encoded.num_bytes == before + 2 * 12 * 4 * 4
     encoded.free()
     assert encoded.num_bytes == 0
