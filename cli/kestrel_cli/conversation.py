@@ -105,4 +105,5 @@ def _say_unused(table: dict[str, object], used: tuple[str, ...], where: str, war
     unused = sorted(set(table) - set(used))
     if unused:
         listed = " and ".join(filter(None, (", ".join(used[:-1]), used[-1])))
-        warn(f"{where}: only {listed} is used, not {', '.join(unused)}")
+        verb = "are" if len(used) > 1 else "is"
+        warn(f"{where}: only {listed} {verb} used, not {', '.join(unused)}")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kestrel_cli import flags, options, signals
+from kestrel_cli import flags, options, signals, values
 from kestrel_cli.heard import Heard
 from kestrel_cli.output import Output, escape_controls
 from kestrel_cli.result import inspect_result
 from kestrel_cuda.config import ImageProcessorConfig
+from kestrel_cuda.errors import SettingError
 from kestrel_cuda.sizes import format_size
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
         from kestrel_cuda.inputs.image_size import with_limits
         from kestrel_cuda.inputs.inspection import inspect_picture, picture_rules
 
+    paths = [_path(file) for file in files]
     settings = options.settle(options.INSPECT, given, variables)
     screen = Screen(settings[options.QUIET], variables)
     screen.settings(settings)
@@ -63,11 +65,19 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
             image_tokens=settings[options.IMAGE_TOKENS],
         )
     inspections, costs = [], []
-    for file in files:
+    for file in paths:
         inspections.append(inspect_picture(file, rules))
         costs.append(encode_cost(vision, inspections[-1].size.grid_thw))
         output.text(_lines(inspections[-1], rules, costs[-1]))
     output.result(inspect_result(inspections, costs, settings, heard))
+
+
+def _path(file: str) -> str:
+    """A file's path, read as --image of a run is. Raises SettingError for a blank one."""
+    try:
+        return values.input_path(file)
+    except ValueError as error:
+        raise SettingError(f"FILE holds {file!r}; it takes {options.IMAGE.takes}") from error
 
 
 def _lines(inspection: Inspection, rules: ImageProcessorConfig, cost: EncodeCost) -> str:

@@ -15,7 +15,7 @@ from kestrel_cli.settings import Conflict, Raw, Setting, Settings, resolve
 from kestrel_cli.strays import stray_variables
 from kestrel_cuda.config import DEFAULT_PREFETCH, CacheBudget, EngineConfig, Evict, KvDtype, Policy, Quant
 from kestrel_cuda.errors import SettingError
-from kestrel_cuda.inputs.visual_source import VisualKind
+from kestrel_cuda.inputs.visual_source import MOST_FPS, VisualKind
 from kestrel_cuda.profiles import load_profile
 from kestrel_cuda.sizes import parse_size
 
@@ -135,7 +135,11 @@ VISUAL_ORDER = Setting[tuple[VisualKind, ...]](
     is_option=False,
 )
 FPS = Setting[float | None](
-    "fps", None, "a number above 0, of frames a second", values.frame_rate, variable="KESTREL_CUDA_FPS"
+    "fps",
+    None,
+    f"a number above 0 and up to {MOST_FPS}, of frames a second, in plain digits like 2 or 0.5",
+    values.frame_rate,
+    variable="KESTREL_CUDA_FPS",
 )
 RAW = Setting[bool]("raw", False)
 _IDS = "token ids separated by commas, like 1,2,3"
@@ -176,11 +180,15 @@ NEW_TOKENS = Setting[int](
 )
 ROUNDS = Setting[int]("rounds", 5, _NUMBER_FROM_ONE, values.at_least_one, variable="KESTREL_CUDA_ROUNDS")
 
-_PIXELS = "a whole number of pixels"
+_PIXELS = "a whole number of pixels, of at least 1"
 MIN_PIXELS = Setting[int | None]("min_pixels", None, _PIXELS, values.at_least_one, variable="KESTREL_CUDA_MIN_PIXELS")
 MAX_PIXELS = Setting[int | None]("max_pixels", None, _PIXELS, values.at_least_one, variable="KESTREL_CUDA_MAX_PIXELS")
 IMAGE_TOKENS = Setting[int | None](
-    "image_tokens", None, "a whole number of tokens", values.at_least_one, variable="KESTREL_CUDA_IMAGE_TOKENS"
+    "image_tokens",
+    None,
+    "a whole number of tokens, of at least 1",
+    values.at_least_one,
+    variable="KESTREL_CUDA_IMAGE_TOKENS",
 )
 
 JSON = Setting[bool]("json", False)

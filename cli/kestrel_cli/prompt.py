@@ -90,6 +90,11 @@ def _question(text: str, visuals: Sequence[VisualSource]) -> Message:
 def _text(settings: Settings, stdin: BinaryIO | None, say: Say, question: str) -> str:
     argument, file = settings[options.PROMPT], settings[options.PROMPT_FILE]
     if argument is not None and argument != "-":
+        if _names_something(argument):
+            say(
+                f"the prompt is {shown_path(argument)} as text, though a file has that name; --image and --video take "
+                "one file each time, --prompt-file reads one"
+            )
         return _unicode(argument, "the prompt")
     if argument == "-":
         file = _STDIN
@@ -100,6 +105,13 @@ def _text(settings: Settings, stdin: BinaryIO | None, say: Say, question: str) -
         return text
     say(f"no prompt given; asking: {question}")
     return question
+
+
+def _names_something(text: str) -> bool:
+    try:
+        return bool(text.strip()) and Path(text).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:

@@ -11,7 +11,7 @@ from kestrel_cuda.inputs.visual_source import MOST_FPS
 from kestrel_cuda.sizes import TooLarge, parse_size
 
 _DIGITS = re.compile(r"[0-9]+")
-_DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+_DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?|\.[0-9]{1,18}")
 _MOST_DIGITS = 18  # what an int64 holds, whatever they are
 
 Word = TypeVar("Word", bound=str)

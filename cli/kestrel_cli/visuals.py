@@ -6,12 +6,13 @@ Knows no picture format and no tower.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kestrel_cli import options
 from kestrel_cli.heard import Heard
-from kestrel_cli.settings import Settings
+from kestrel_cli.settings import Setting, Settings
 from kestrel_cuda.inputs.visual_source import VisualKind, VisualSource
 
 if TYPE_CHECKING:
@@ -119,13 +120,31 @@ def _limits(settings: Settings) -> VisualLimits:
 
 
 def _unused(settings: Settings, sources: tuple[VisualSource, ...]) -> list[str]:
-    """Notes on what somebody chose for pictures or videos that the prompt does not have."""
-    of_pictures = (options.MIN_PIXELS, options.MAX_PIXELS, options.IMAGE_TOKENS)
+    """Notes on what somebody chose for pictures or videos that the prompt does not have, or that go by their own."""
+    bounds_size = (options.MAX_PIXELS, options.IMAGE_TOKENS)
     notes: list[str] = []
-    for idle, kind, what in ((of_pictures, "image", "picture"), ((options.FPS,), "video", "video")):
-        chosen = [settings.label(setting) for setting in idle if settings.source(setting) != "default"]
+    of_kinds: tuple[tuple[tuple[Setting[Any], ...], VisualKind, str], ...] = (
+        ((options.MIN_PIXELS, *bounds_size), "image", "picture"),
+        ((options.FPS,), "video", "video"),
+    )
+    for idle, kind, what in of_kinds:
+        chosen = _chosen(settings, idle)
         if chosen and not any(source.kind == kind for source in sources):
             notes.append(f"{', '.join(chosen)} changed nothing: the prompt has no {what}")
+    own: tuple[tuple[tuple[Setting[Any], ...], str, str, list[float | None]], ...] = (
+        ((options.MIN_PIXELS,), "picture", "min_pixels", [one.min_pixels for one in sources if one.kind == "image"]),
+        (bounds_size, "picture", "max_pixels", [one.max_pixels for one in sources if one.kind == "image"]),
+        ((options.FPS,), "video", "fps", [one.fps for one in sources if one.kind == "video"]),
+    )
+    for idle, what, key, values in own:
+        chosen = _chosen(settings, idle)
+        if chosen and values and None not in values:
+            notes.append(f"{', '.join(chosen)} changed nothing: every {what} of the conversation has its own {key}")
     if settings[options.KEEP_TOWER] and not sources:
         notes.append(f"{settings.label(options.KEEP_TOWER)} changed nothing: the prompt has no picture and no video")
     return notes
+
+
+def _chosen(settings: Settings, some: Sequence[Setting[Any]]) -> list[str]:
+    """What messages call those of them that somebody set."""
+    return [settings.label(setting) for setting in some if settings.source(setting) != "default"]

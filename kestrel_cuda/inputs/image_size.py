@@ -16,12 +16,16 @@ MAX_TOKENS = 262_144
 
 
 class LimitNames(NamedTuple):
-    """What messages call the limits, and whose limits hold where none is chosen."""
+    """What messages call the limits, and where those come from that are not chosen.
+
+    `image_tokens` is None where a limit cannot be given in tokens.
+    """
 
     min_pixels: str = "--min-pixels"
     max_pixels: str = "--max-pixels"
-    image_tokens: str = "--image-tokens"
-    otherwise: str = "the checkpoint"
+    image_tokens: str | None = "--image-tokens"
+    least_otherwise: str = "the checkpoint"
+    most_otherwise: str = "the checkpoint"
 
 
 FLAGS = LimitNames()
@@ -98,11 +102,16 @@ def with_limits(
         raise SettingError(
             f"{names.max_pixels} and {names.image_tokens} contradict each other: both say how large a picture may be"
         )
-    most = max_pixels if image_tokens is None else image_tokens * per_token
+    most, most_from, raised = None, names.most_otherwise, names.max_pixels
     if image_tokens is not None:
+        assert names.image_tokens is not None
         _check_range(names.image_tokens, image_tokens, 1, MAX_TOKENS, "one token")
+        most, most_from, raised = image_tokens * per_token, names.image_tokens, names.image_tokens
     elif max_pixels is not None:
         _check_range(names.max_pixels, max_pixels, per_token, MAX_TOKENS * per_token, "one token's pixels")
+        most, most_from = max_pixels, names.max_pixels
+    elif names.image_tokens is not None:
+        raised = f"{names.max_pixels} or {names.image_tokens}"
     if min_pixels is not None:
         _check_range(names.min_pixels, min_pixels, 1, MAX_TOKENS * per_token, "one pixel")
     chosen = replace(
@@ -111,12 +120,10 @@ def with_limits(
         max_pixels=rules.max_pixels if most is None else most,
     )
     if chosen.min_pixels > chosen.max_pixels:
-        least_from = names.otherwise if min_pixels is None else names.min_pixels
-        chosen_most = names.max_pixels if image_tokens is None else names.image_tokens
-        most_from = names.otherwise if most is None else chosen_most
+        least_from = names.least_otherwise if min_pixels is None else names.min_pixels
         raise SettingError(
             f"pictures are to have {chosen.min_pixels} pixels at least ({least_from}) and {chosen.max_pixels} at most "
-            f"({most_from}); lower {names.min_pixels}, or raise {names.max_pixels} or {names.image_tokens}"
+            f"({most_from}); lower {names.min_pixels}, or raise {raised}"
         )
     return chosen
 

@@ -143,7 +143,9 @@ def _check_fps(fps: object, where: str) -> None:
     if fps is None:
         return
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps <= MOST_FPS:
-        raise InputError(f"{where} has fps {shown(fps)}; a number above 0 is needed, of frames a second")
+        raise InputError(
+            f"{where} has fps {shown(fps)}; a number above 0 and up to {MOST_FPS} is needed, of frames a second"
+        )
 
 
 def _kind(value: object) -> str:

@@ -18,12 +18,13 @@ from kestrel_cuda.checkpoint.processor_json import check_processor, read_image_p
 from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcessorConfig
 from kestrel_cuda.errors import InputError, SettingError
 from kestrel_cuda.inputs.frames import Video, frame_files, open_frames, timestamps, video_patches
-from kestrel_cuda.inputs.image_size import ImageSize, LimitNames, fitting_tokens, image_size, with_limits
+from kestrel_cuda.inputs.image_size import FLAGS, ImageSize, LimitNames, fitting_tokens, image_size, with_limits
 from kestrel_cuda.inputs.pictures import Picture, open_picture
 from kestrel_cuda.inputs.pixels import image_patches
 from kestrel_cuda.inputs.placeholders import Placeholder
 from kestrel_cuda.inputs.video_file import open_video
 from kestrel_cuda.inputs.visual_source import VisualSource, refuse_url
+from kestrel_cuda.paths import shown_path
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def open_visuals(
     for source in sources:
         if source.kind == "image":
             assert image_rules is not None
-            opened.append(_open_picture(source, image_rules))
+            opened.append(_open_picture(source, image_rules, limits))
         else:
             assert video_rules is not None
             opened.append(_open_video(source, source.fps or limits.fps, video_rules))
@@ -147,13 +148,29 @@ def least_image_tokens(visuals: Sequence[OpenedVisual]) -> int | None:
     return None if rules is None else math.ceil(rules.min_pixels / rules.pixels_per_token)
 
 
-def _open_picture(source: VisualSource, rules: ImageProcessorConfig) -> OpenedPicture:
+def _own_names(path: str, limits: VisualLimits) -> LimitNames:
+    """What messages call the limits of a single picture, which hold before those of all."""
+    if limits.image_tokens is not None:
+        most_otherwise = "--image-tokens"
+    else:
+        most_otherwise = FLAGS.most_otherwise if limits.max_pixels is None else FLAGS.max_pixels
+    return LimitNames(
+        f"min_pixels of {path}",
+        f"max_pixels of {path}",
+        image_tokens=None,
+        least_otherwise=FLAGS.least_otherwise if limits.min_pixels is None else FLAGS.min_pixels,
+        most_otherwise=most_otherwise,
+    )
+
+
+def _open_picture(source: VisualSource, rules: ImageProcessorConfig, limits: VisualLimits) -> OpenedPicture:
     assert isinstance(source.path, str)
     limited_alone = source.min_pixels is not None or source.max_pixels is not None
     if limited_alone:
-        own = LimitNames(f"min_pixels of {source.path}", f"max_pixels of {source.path}", otherwise="every picture")
         try:
-            rules = with_limits(rules, source.min_pixels, source.max_pixels, names=own)
+            rules = with_limits(
+                rules, source.min_pixels, source.max_pixels, names=_own_names(shown_path(source.path), limits)
+            )
         except SettingError as error:
             raise InputError(str(error)) from error
     picture = open_picture(source.path)

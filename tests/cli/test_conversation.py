@@ -61,7 +61,7 @@ def test_text_parts_are_one_text() -> None:
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}],
-            "m.json: message 1, part 1: only type and text is used, not cache_control",
+            "m.json: message 1, part 1: only type and text are used, not cache_control",
         ),
     ],
 )
@@ -92,9 +92,9 @@ def test_pictures_are_taken_from_beside_the_file(kestrel: CommandLine, tmp_path:
         VisualSource("video", (str(tmp_path / "f0.png"), "/f1.png"), fps=3),
     )
     assert ran.json["warnings"][:3] == [
-        f"{file}: message 1, part 1: only type and text is used, not cache_control",
-        f"{file}: message 1, part 2: only type, image, min_pixels and max_pixels is used, not detail",
-        f"{file}: message 1, part 3: only type, video and fps is used, not max_pixels",
+        f"{file}: message 1, part 1: only type and text are used, not cache_control",
+        f"{file}: message 1, part 2: only type, image, min_pixels and max_pixels are used, not detail",
+        f"{file}: message 1, part 3: only type, video and fps are used, not max_pixels",
     ]
 
 

@@ -230,6 +230,20 @@ def test_a_file_has_to_be_named(inspect: Inspect) -> None:
     assert err == "kestrel-cuda: Missing argument 'FILE'; see kestrel-cuda inspect --help\n"
 
 
+def test_paths_are_read_as_those_of_a_run_are(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = picture(tmp_path / "a.png", 64, 64)
+    exit_code, out, _ = inspect("~/a.png", "--quiet")
+    assert exit_code == 0
+    assert out.startswith(f"{path}: 64 x 64")
+    for blank in ("", " "):
+        exit_code, out, err = inspect(path, blank)
+        assert (exit_code, out) == (2, "")
+        assert err == f"kestrel-cuda: FILE holds {blank!r}; it takes the path of a picture\n"
+
+
 def test_names_with_control_characters_stay_on_their_line(inspect: Inspect, tmp_path: Path) -> None:
     out = inspect(picture(tmp_path / "a\n\x1b[31m.png", 64, 64))[1]
     assert out.count("\n") == 3

@@ -34,6 +34,20 @@ def test_the_argument_is_taken_as_typed(text: str) -> None:
     assert prompt({"prompt": text}, b"not read") == user(text)
 
 
+def test_a_prompt_that_is_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a second picture after one --image is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.png").touch()
+    asked, heard = said({"prompt": "b.png"})
+    assert asked == user("b.png")
+    assert heard == [
+        "the prompt is b.png as text, though a file has that name; --image and --video take one file each time, "
+        "--prompt-file reads one"
+    ]
+    for text in ("b.pn", " ", "x" * 5000, "a\0b"):
+        assert said({"prompt": text}) == (user(text), [])
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [

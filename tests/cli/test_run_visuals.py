@@ -80,8 +80,9 @@ def test_a_folder_of_frames_is_the_goldens_video(ask: Ask, tmp_path: Path) -> No
     unsaid = ask("--video", tmp_path / "clip", "What moves?", "-n", 2, "--quant", "none")
     assert unsaid["prompt_ids"] == found["prompt_ids"]
     assert f"{tmp_path / 'clip'}: no rate is given: taken as 2 frames a second (--fps)" in unsaid["notes"]
-    slower = ask("--video", tmp_path / "clip", "--fps", "0.5", "What moves?", "-n", 1)
-    assert (slower["videos"][0]["fps"], slower["videos"][0]["timestamps"]) == (0.5, [1.0, 5.0])
+    for half in (".5", "0.50", "0.5"):
+        slower = ask("--video", tmp_path / "clip", "--fps", half, "What moves?", "-n", 1)
+        assert (slower["videos"][0]["fps"], slower["videos"][0]["timestamps"]) == (0.5, [1.0, 5.0])
 
 
 def test_a_video_file_is_the_goldens_video(ask: Ask, tmp_path: Path) -> None:

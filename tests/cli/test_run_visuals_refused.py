@@ -26,7 +26,46 @@ def test_limits_of_one_picture(ask: Ask, refuse: Refuse, conversation: Conversat
     assert [image["tokens"] for image in everywhere["images"]] == [2, 2]
     parts[0]["max_pixels"] = 2048
     line = refuse("--messages", conversation([{"role": "user", "content": parts}]))
-    assert "4096 pixels at least (every picture) and 2048 at most (max_pixels of " in line
+    own = f"max_pixels of {path.parent / 'rgb_100x75.png'}"
+    assert f"4096 pixels at least (the checkpoint) and 2048 at most ({own}); lower min_pixels of " in line
+    assert line.endswith(f", or raise {own}")
+    line = refuse("--messages", path, KESTREL_CUDA_MIN_PIXELS="3000")
+    assert f"3000 pixels at least (--min-pixels) and 2048 at most ({own})" in line
+    assert line.endswith("(--min-pixels comes from KESTREL_CUDA_MIN_PIXELS)")
+    parts[0] = {"type": "image", "image": "rgb_100x75.png", "min_pixels": 6000}
+    line = refuse("--messages", conversation([{"role": "user", "content": parts}]), "--image-tokens", 5)
+    assert "6000 pixels at least (min_pixels of " in line
+    assert "and 5120 at most (--image-tokens); lower min_pixels of " in line
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "notes"),
+    [
+        ({"max_pixels": 8000}, ("--image-tokens", 7), ["--image-tokens changed nothing: every picture"]),
+        ({"max_pixels": 8000}, ("--max-pixels", 7000), ["--max-pixels changed nothing: every picture"]),
+        ({"max_pixels": 8000}, ("--min-pixels", 5000), []),
+        ({"min_pixels": 4000}, ("--min-pixels", 5000), ["--min-pixels changed nothing: every picture"]),
+        ({"min_pixels": 4000}, ("--image-tokens", 7), []),
+    ],
+)
+def test_limits_that_every_picture_overrides_change_nothing(
+    ask: Ask, conversation: Conversation, own: dict[str, int], flags: tuple[object, ...], notes: list[str]
+) -> None:
+    part = {"type": "image", "image": "rgb_100x75.png"}
+    path = conversation([{"role": "user", "content": [part | own]}])
+    said = [note for note in ask("--messages", path, "-n", 1, *flags)["notes"] if "changed nothing" in note]
+    assert [note.removesuffix(f" of the conversation has its own {next(iter(own))}") for note in said] == notes
+    both = conversation([{"role": "user", "content": [part | own, part]}])
+    assert not any("changed nothing" in note for note in ask("--messages", both, "-n", 1, *flags)["notes"])
+
+
+def test_a_rate_that_every_video_overrides_changes_nothing(
+    ask: Ask, conversation: Conversation, tmp_path: Path
+) -> None:
+    part = {"type": "video", "video": str(frames(tmp_path / "clip")), "fps": 4}
+    path = conversation([{"role": "user", "content": [part]}])
+    notes = ask("--messages", path, "-n", 1, "--fps", 2)["notes"]
+    assert "--fps changed nothing: every video of the conversation has its own fps" in notes
 
 
 def test_case_d26_what_is_no_picture_is_refused_before_weights_are_loaded(refuse: Refuse, tmp_path: Path) -> None:
@@ -232,7 +271,11 @@ def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
         (("--image", ""), {}, "--image holds ''; it takes the path of a picture"),
         (("--video", " "), {}, "--video holds ' '; it takes the path of a video or of a folder"),
         (("--fps", "0"), {}, "--fps holds '0'; it takes a number above 0"),
-        (("--fps", "1e3"), {}, "--fps holds '1e3'; it takes a number above 0"),
+        (("--fps", "1e3"), {}, "--fps holds '1e3'; it takes a number above 0 and up to 1000000, of frames a"),
+        (("--fps", "."), {}, "--fps holds '.'"),
+        (("--fps", "1000001"), {}, "--fps holds '1000001'"),
+        (("--min-pixels", "0"), {}, "--min-pixels holds '0'; it takes a whole number of pixels, of at least 1"),
+        (("--image-tokens", "0"), {}, "--image-tokens holds '0'; it takes a whole number of tokens, of at least 1"),
         (("--fps", "-2"), {}, "--fps holds '-2'"),
         ((), {"KESTREL_CUDA_FPS": "nan"}, "KESTREL_CUDA_FPS holds 'nan'"),
         (("--messages", "m.json", "--image", "a.png"), {}, "--messages and --image contradict each other"),

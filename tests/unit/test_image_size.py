@@ -149,10 +149,22 @@ def test_the_limit_that_fits_is_the_largest(sizes_hw: list[tuple[int, int]], sha
 
 
 def test_limits_of_another_name() -> None:
-    names = LimitNames("min_pixels of a.png", "max_pixels of a.png", otherwise="every picture")
-    with pytest.raises(
-        SettingError, match=r"65536 pixels at least \(every picture\) and 9999 at most \(max_pixels of a"
-    ):
+    """And of those only what acts is advised."""
+    names = LimitNames("min_pixels of a.png", "max_pixels of a.png", None, "--min-pixels", "--image-tokens")
+    with pytest.raises(SettingError) as caught:
         with_limits(RELEASED, max_pixels=9999, names=names)
+    assert str(caught.value) == (
+        "pictures are to have 65536 pixels at least (--min-pixels) and 9999 at most (max_pixels of a.png); "
+        "lower min_pixels of a.png, or raise max_pixels of a.png"
+    )
+    with pytest.raises(SettingError, match=r"16777216 at most \(--image-tokens\); .*, or raise max_pixels of a"):
+        with_limits(RELEASED, min_pixels=16_777_217, names=names)
     with pytest.raises(SettingError, match=r"^max_pixels of a\.png is 9; it takes a whole number from 1024"):
         with_limits(RELEASED, max_pixels=9, names=names)
+    for chosen, advice in (
+        ({"image_tokens": 63}, "--image-tokens"),
+        ({"max_pixels": 65_535}, "--max-pixels"),
+        ({"min_pixels": 16_777_217}, "--max-pixels or --image-tokens"),
+    ):
+        with pytest.raises(SettingError, match=rf"; lower --min-pixels, or raise {advice}$"):
+            with_limits(RELEASED, **chosen)
