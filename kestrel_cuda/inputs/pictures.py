@@ -31,6 +31,9 @@ READ_FORMATS = "PNG, JPEG, WebP, GIF, TIFF, BMP, AVIF, JPEG 2000 or PNM"
 # Named one by one: some of Pillow's others start a program (EPS) or take any bytes for theirs (TGA).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PPM")
 
+SCALE_DOWN = "scale it down, or free host memory"
+"""What to do about a picture that host memory does not hold."""
+
 _ORIENTATIONS = {
     2: "mirrored left to right",
     3: "turned by 180°",
@@ -79,7 +82,7 @@ def open_picture(source: Path | str) -> Picture:
         if not start:
             raise InputError(f"{shown_path(path)} is empty (0 bytes); a picture is needed: fetch it again")
         file.seek(0)
-        with _decoding(path, start):
+        with _decoding(path, start), naming_file(path, SCALE_DOWN):
             image = Image.open(file, formats=_FORMATS)
             _check_size(path, *image.size)
             return _picture(path, image)
@@ -115,6 +118,17 @@ def unreadable_input(path: str, error: OSError) -> InputError:
     else:
         do = "check the disk that it is on" if error.errno == errno.EIO else "check the path"
     return InputError(f"{shown_path(path)} cannot be read: {error.strerror}; {do}")
+
+
+@contextmanager
+def naming_file(path: str, do: str) -> Iterator[None]:
+    """A MemoryError of the block, with the file it is about and what to `do`; one that has them stays."""
+    try:
+        yield
+    except MemoryError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise
+        raise MemoryError(f"there is no room for {shown_path(path)} ({error or 'none left'}); {do}") from error
 
 
 @contextmanager

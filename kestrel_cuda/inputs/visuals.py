@@ -19,12 +19,15 @@ from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcesso
 from kestrel_cuda.errors import InputError, SettingError
 from kestrel_cuda.inputs.frames import Video, frame_files, open_frames, timestamps, video_patches
 from kestrel_cuda.inputs.image_size import FLAGS, ImageSize, LimitNames, fitting_tokens, image_size, with_limits
-from kestrel_cuda.inputs.pictures import Picture, open_picture
+from kestrel_cuda.inputs.pictures import SCALE_DOWN, Picture, naming_file, open_picture
 from kestrel_cuda.inputs.pixels import image_patches
 from kestrel_cuda.inputs.placeholders import Placeholder
 from kestrel_cuda.inputs.video_file import open_video
 from kestrel_cuda.inputs.visual_source import VisualSource, refuse_url
 from kestrel_cuda.paths import shown_path
+
+FEWER_FRAMES = "take fewer frames (of a file, by a lower --fps), or free host memory"
+"""What to do about a video that host memory does not hold."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class OpenedPicture:
 
     def pixels_mk(self) -> NDArray[np.float32]:
         """Its patches, a row each."""
-        return image_patches(self.picture, self.rules).pixel_values
+        with naming_file(self.path, SCALE_DOWN):
+            return image_patches(self.picture, self.rules).pixel_values
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ class OpenedVideo:
 
     def pixels_mk(self) -> NDArray[np.float32]:
         """Its patches, a row each, frame pair after frame pair."""
-        return video_patches(self.video, self.rules).pixel_values
+        with naming_file(_name(self.path), FEWER_FRAMES):
+            return video_patches(self.video, self.rules).pixel_values
 
 
 OpenedVisual: TypeAlias = OpenedPicture | OpenedVideo
@@ -183,11 +188,18 @@ def _open_video(source: VisualSource, fps: float | None, rules: VideoProcessorCo
     if isinstance(path, str):
         refuse_url(path)
         if not Path(path).is_dir():
-            video = open_video(path, rules if fps is None else replace(rules, fps=fps))
+            with naming_file(path, FEWER_FRAMES):
+                video = open_video(path, rules if fps is None else replace(rules, fps=fps))
             notes, warnings = (tuple(f"{path}: {text}" for text in texts) for texts in (video.notes, video.warnings))
             return OpenedVideo(path, video, rules, notes, warnings)
-    name = path if isinstance(path, str) else f"the video of {len(path)} frames from {path[0]} on"
+    name = _name(path)
     files = frame_files(Path(path)) if isinstance(path, str) else path
-    video = open_frames(files, fps or rules.fps, name, rules)
+    with naming_file(name, FEWER_FRAMES):
+        video = open_frames(files, fps or rules.fps, name, rules)
     assumed = [] if fps else [f"no rate is given: taken as {rules.fps:g} frames a second (--fps)"]
     return OpenedVideo(path, video, rules, tuple(f"{name}: {note}" for note in [*assumed, *video.notes]))
+
+
+def _name(path: str | tuple[str, ...]) -> str:
+    """What messages call a video."""
+    return path if isinstance(path, str) else f"the video of {len(path)} frames from {path[0]} on"

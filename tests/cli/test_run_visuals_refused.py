@@ -266,6 +266,31 @@ def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "place", "advice"),
+    [
+        ("image", "kestrel_cuda.inputs.pictures._picture", "scale it down, or free host memory"),
+        ("image", "kestrel_cuda.inputs.visuals.image_patches", "scale it down, or free host memory"),
+        ("video", "kestrel_cuda.inputs.visuals.open_frames", "take fewer frames (of a file, by a lower --fps), or"),
+        ("video", "kestrel_cuda.inputs.visuals.video_patches", "take fewer frames (of a file, by a lower --fps), or"),
+    ],
+)
+def test_host_memory_that_is_used_up_names_the_file(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, place: str, advice: str
+) -> None:
+    def used_up(*_: object) -> None:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    path = frames(tmp_path / "clip") if kind == "video" else IMAGES / "rgb_96x64.png"
+    monkeypatch.setattr(place, used_up)
+    line = refuse(f"--{kind}", path, "hi")
+    assert line.startswith(f"out of memory: there is no room for {path} (Unable to allocate 9 GiB); {advice}")
+    if place.endswith("_picture"):
+        line = refuse("--video", frames(tmp_path / "clip"), "hi")
+        assert line.startswith(f"out of memory: there is no room for {tmp_path / 'clip' / '0.png'} (Unable to allocate")
+        assert line.count("no room for") == 1
+
+
+@pytest.mark.parametrize(
     ("flags", "variables", "message"),
     [
         (("--image", ""), {}, "--image holds ''; it takes the path of a picture"),
