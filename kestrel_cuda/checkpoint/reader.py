@@ -150,7 +150,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _vision_config(path: Path, config: ModelConfig) -> VisionConfig:
     if config.vision is None:
         raise CheckpointError(
-            f"{shown_path(path)} stores a vision tower (model.visual.*) but config.json lacks vision_config"
+            f"{shown_path(path)} stores a vision tower (model.visual.*) but config.json lacks vision_config; take "
+            "config.json from the original checkpoint"
         )
     return config.vision
 
@@ -193,7 +194,10 @@ def _check_tensors(path: Path, stored: StoredTensors, needed: dict[str, Shape]) 
         location = locations[name]
         if location.stored.shape != shape:
             found, right = list(location.stored.shape), list(shape)
-            raise CheckpointError(f"{location.file.path}: {name} is {found}; config.json needs {right}")
+            raise CheckpointError(
+                f"{shown_path(location.file.path)}: {name} is {found}; config.json needs {right}: take both from the "
+                "same checkpoint"
+            )
     unread = [name for name in needed if locations[name].stored.dtype not in FLOAT_DTYPES]
     if unread:
         dtype = locations[unread[0]].stored.dtype

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kestrel_cuda.config import VideoProcessorConfig
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.image_size import ImageSize, check_aspect_ratio, size_of, smart_resize
-from kestrel_cuda.inputs.pictures import NoPictureError, Picture, open_picture
+from kestrel_cuda.inputs.pictures import Picture, open_picture
 from kestrel_cuda.inputs.pixels import Patches, cut, resize
 
 LEAST_FRAMES = 2
@@ -60,14 +60,7 @@ def frame_files(folder: Path) -> list[Path]:
 def open_frames(files: Sequence[Path | str], fps: float, where: str, rules: VideoProcessorConfig) -> Video:
     """The video of the frames in picture files, none left out. Raises InputError, which calls the video `where`."""
     check_frame_count(len(files), where)
-    return take_frames(map(_open_frame, files), range(len(files)), len(files), fps, where, rules)
-
-
-def _open_frame(file: Path | str) -> Picture:
-    try:
-        return open_picture(file)
-    except NoPictureError as error:
-        raise InputError(f"{error}; every file among a video's frames has to be one: move others elsewhere") from error
+    return take_frames(map(open_picture, files), range(len(files)), len(files), fps, where, rules)
 
 
 def take_frames(

@@ -19,7 +19,7 @@ from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcesso
 from kestrel_cuda.errors import InputError, SettingError
 from kestrel_cuda.inputs.frames import Video, frame_files, open_frames, timestamps, video_patches
 from kestrel_cuda.inputs.image_size import FLAGS, ImageSize, LimitNames, fitting_tokens, image_size, with_limits
-from kestrel_cuda.inputs.pictures import SCALE_DOWN, Picture, naming_file, open_picture
+from kestrel_cuda.inputs.pictures import SCALE_DOWN, NoPictureError, Picture, naming_file, open_picture
 from kestrel_cuda.inputs.pixels import image_patches
 from kestrel_cuda.inputs.placeholders import Placeholder
 from kestrel_cuda.inputs.video_file import open_video
@@ -195,11 +195,18 @@ def _open_video(source: VisualSource, fps: float | None, rules: VideoProcessorCo
     name = _name(path)
     files = frame_files(Path(path)) if isinstance(path, str) else path
     with naming_file(name, FEWER_FRAMES):
-        video = open_frames(files, fps or rules.fps, name, rules)
+        try:
+            video = open_frames(files, fps or rules.fps, name, rules)
+        except NoPictureError as error:
+            if not isinstance(path, str):
+                raise
+            raise InputError(f"{error}; every file in a folder of frames has to be one: move this one") from error
     assumed = [] if fps else [f"no rate is given: taken as {rules.fps:g} frames a second (--fps)"]
     return OpenedVideo(path, video, rules, tuple(f"{name}: {note}" for note in [*assumed, *video.notes]))
 
 
 def _name(path: str | tuple[str, ...]) -> str:
     """What messages call a video."""
-    return path if isinstance(path, str) else f"the video of {len(path)} frames from {path[0]} on"
+    if isinstance(path, str):
+        return path
+    return f"the video of {len(path)} frames from {path[0]} on" if len(path) > 1 else f"the video of {path[0]} alone"

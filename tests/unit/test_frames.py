@@ -130,7 +130,7 @@ def test_frames_that_make_no_video(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"clip: .*f2\.png is 32 x 64 .* is 64 x 64; frames of one size are needed"):
         open_frames(frame_files(folder), 2.0, "clip", RELEASED)
     (folder / "f3.png").write_text("hello")
-    with pytest.raises(InputError, match=r"f3\.png is text, not a picture .*; every file .* has to be one"):
+    with pytest.raises(InputError, match=r"f3\.png is text, not a picture"):
         open_frames([folder / "f0.png", folder / "f3.png"], 2.0, "clip", RELEASED)
     with pytest.raises(InputError, match="cannot be read"):
         frame_files(tmp_path / "nowhere")

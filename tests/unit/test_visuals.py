@@ -92,6 +92,20 @@ def test_what_was_done_to_frames_is_counted(tmp_path: Path) -> None:
     assert clip.notes == (f"{tmp_path}: 3 of 4 frames: transparency laid over white",)
 
 
+def test_what_is_no_frame_among_frames(tmp_path: Path) -> None:
+    """In a folder it has to go; in a list it was named."""
+    for number in range(2):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{number}.png")
+    stray = tmp_path / "Thumbs.txt"
+    stray.write_text("hello")
+    with pytest.raises(InputError, match=r"Thumbs\.txt is text, .*; every file in a folder of frames has to"):
+        opened(VisualSource("video", str(tmp_path), fps=2.0))
+    with pytest.raises(InputError, match=r"Thumbs\.txt is text, .* or PNM$"):
+        opened(VisualSource("video", (str(tmp_path / "0.png"), str(stray)), fps=2.0))
+    with pytest.raises(InputError, match=r"^the video of .*0\.png alone has 1 frame; at least 2"):
+        opened(VisualSource("video", (str(tmp_path / "0.png"),), fps=2.0))
+
+
 def test_a_limit_fits_what_it_can_limit() -> None:
     """A video, and a picture with limits of its own, stay as they are."""
     wide, own, clip = image("wide_400x20"), image("rgb_100x75", max_pixels=30_000), VisualSource("video", CLIP)
