@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import product
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import pytest
@@ -60,28 +57,11 @@ ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loa
     ]
 
 
-Compiled = dict[tuple[str, int], "Future[tuple[bytes, str]]"]
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiled]:
-    """Every file for every card, compiled on all cores; skips where NVRTC cannot be loaded (macOS has none)."""
-    pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="no NVRTC: CuPy is not installed", exc_type=ImportError)
-    from cupy_backends.cuda.libs import nvrtc
-
-    try:
-        nvrtc.getVersion()
-    except RuntimeError as error:
-        pytest.skip(f"no NVRTC: {error}")
-    with ThreadPoolExecutor(os.cpu_count()) as executor:
-        pairs = product(library.kernel_files(), library.ARCHITECTURES)
-        yield {pair: executor.submit(library.compile_cubin, *pair) for pair in pairs}
-        executor.shutdown(cancel_futures=True)
-
-
 @pytest.mark.parametrize("arch", library.ARCHITECTURES)
 @pytest.mark.parametrize("name", library.kernel_files())
-def test_compiles_without_spills(compiled: Compiled, name: str, arch: int) -> None:
+def test_compiles_without_spills(
+    compiled: dict[tuple[str, int], Future[tuple[bytes, str]]], name: str, arch: int
+) -> None:
     cubin, log = compiled[name, arch].result()
     assert cubin.startswith(b"\x7fELF")
     functions = parse_ptxas(log)
