@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 
@@ -17,10 +18,15 @@ COMPILED = pytest.StashKey[Compiled]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any("compiled" in getattr(item, "fixturenames", ()) for item in session.items)
-    if wanted and not session.config.option.collectonly:
-        executor = session.config.stash[EXECUTOR] = ThreadPoolExecutor(1)
-        pairs = product(library.kernel_files(), library.ARCHITECTURES)
-        session.config.stash[COMPILED] = {pair: executor.submit(library.compile_cubin, *pair) for pair in pairs}
+    # Of several processes each collects all tests, and one will run these.
+    if wanted and not session.config.option.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
+        _start(session.config)
+
+
+def _start(config: pytest.Config) -> None:
+    executor = config.stash[EXECUTOR] = ThreadPoolExecutor(1)
+    pairs = product(library.kernel_files(), library.ARCHITECTURES)
+    config.stash[COMPILED] = {pair: executor.submit(library.compile_cubin, *pair) for pair in pairs}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -39,4 +45,6 @@ def compiled(pytestconfig: pytest.Config) -> Compiled:
         nvrtc.getVersion()
     except RuntimeError as error:
         pytest.skip(f"no NVRTC: {error}")
+    if COMPILED not in pytestconfig.stash:
+        _start(pytestconfig)
     return pytestconfig.stash[COMPILED]
