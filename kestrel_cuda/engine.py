@@ -33,7 +33,6 @@ from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
-from kestrel_cuda.paths import shown_path
 from kestrel_cuda.plan import FREE_MARGIN_BYTES, RUN_FLAGS, Flags, Plan, make_plan
 from kestrel_cuda.prompts import PromptEncoder, grids_of
 from kestrel_cuda.quant.packed import Element
@@ -260,11 +259,7 @@ class Engine:
         Before `load` they have the device to themselves, and `load` plans with what stays; a second `load` drops them.
         Raises InputError for a checkpoint without a vision tower, DeviceError when there is no room.
         """
-        vision = self.checkpoint.config.vision
-        if self.checkpoint.text_only or vision is None:
-            raise InputError(
-                f"{shown_path(self.config.model)} has no vision tower: it reads text only; leave the pictures out"
-            )
+        self.checkpoint.tower()
         backend = self._opened_backend()
         if self._encoder is None:
             exact = self.config.quant is Quant.NONE

@@ -35,11 +35,9 @@ class PromptEncoder:
         """
         if not sources:
             return ()
-        path, config = self.checkpoint.path, self.checkpoint.config
-        if self.checkpoint.text_only or config.vision is None:
-            raise InputError(f"{shown_path(path)} has no vision tower: it reads text only; leave the pictures out")
+        self.checkpoint.tower()
         check_visual_tokens(self.checkpoint, self.tokenizer)
-        return open_visuals(sources, limits, path, config)
+        return open_visuals(sources, limits, self.checkpoint.path, self.checkpoint.config)
 
     def encode_chat(self, messages: list[dict[str, Any]], visuals: Sequence[OpenedVisual]) -> list[int]:
         """Ids of a conversation. Raises InputError where the template refuses it, or leaves a picture out."""

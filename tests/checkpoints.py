@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kestrel_cuda.config import VisionConfig
+
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 
 
@@ -37,6 +39,23 @@ class Stored(NamedTuple):
         """A BF16 or F32 tensor as F16 or F32."""
         values = self.to_float32().astype({"F16": np.float16, "F32": np.float32}[dtype])
         return Stored(dtype, self.shape, values.tobytes())
+
+
+RELEASED_TOWER = VisionConfig(
+    depth=27,
+    hidden_size=1152,
+    num_heads=16,
+    intermediate_size=4304,
+    out_hidden_size=4096,
+    in_channels=3,
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    position_side=48,
+    deepstack_blocks=(8, 16, 24),
+    rope_theta=10000.0,
+)
+"""The vision tower of the released 8B checkpoint."""
 
 
 def copy(source: Path, target: Path) -> Path:

@@ -30,7 +30,7 @@ from kestrel_cuda.checkpoint.names import (
 )
 from kestrel_cuda.checkpoint.tensor_file import FLOAT_DTYPES, RawTensor
 from kestrel_cuda.config import ModelConfig, VisionConfig
-from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.errors import CheckpointError, InputError
 from kestrel_cuda.paths import shown_path
 from kestrel_cuda.weight_keys import Projection, WeightKey
 
@@ -66,6 +66,12 @@ class Checkpoint:
         """A view of the tensor of that name (as in `names.py`). Raises KeyError for one the model does not have."""
         location = self._locations[name]
         return location.file.view(location.stored_name, name)
+
+    def tower(self) -> VisionConfig:
+        """Its vision tower. Raises InputError where it has none."""
+        if self.text_only or self.config.vision is None:
+            raise InputError(f"{shown_path(self.path)} has no vision tower: it reads text only; leave the pictures out")
+        return self.config.vision
 
     def path_of(self, name: str) -> Path:
         """The file that the tensor of that name is in."""

@@ -221,6 +221,15 @@ def test_what_pictures_would_need_is_said_to_be_unused(ask: Ask) -> None:
     notes = ask("hi", "-n", 1, "--image-tokens", 4, "--fps", 1)["notes"]
     assert "--image-tokens changed nothing: the prompt has no picture" in notes
     assert "--fps changed nothing: the prompt has no video" in notes
+    notes = ask("hi", "-n", 1, "--keep-tower")["notes"]
+    assert "--keep-tower changed nothing: the prompt has no picture and no video" in notes
+
+
+def test_a_tower_that_is_kept_takes_memory_and_changes_no_answer(ask: Ask) -> None:
+    left, kept = (ask("--image", IMAGES / "rgb_96x64.png", "hi", "-n", 3, *flags) for flags in ((), ("--keep-tower",)))
+    assert kept["logits_sha256"] == left["logits_sha256"]
+    peaks = [run["residency"]["peak_device_bytes"] for run in (left, kept)]
+    assert peaks[0] < peaks[1]
 
 
 def test_text_alone_is_as_before(ask: Ask) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kestrel_cuda.backends.vision import LAYER_NORM_EPS, After
 from kestrel_cuda.kernels import library
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP, SMALLEST_SCALE
 from kestrel_cuda.quant.kv_rows import KV_GROUP, LARGEST_KV_SCALE
@@ -137,6 +138,17 @@ class TestSizes:
     def test_row_counts_of_the_few_row_linears(self, cuda: Any) -> None:
         counts = [int(found[1]) for kernel in ALL_KERNELS if (found := re.fullmatch(r"linear_rows(\d+)_int8", kernel))]
         assert max(counts) == cuda.MAX_ROWS_KERNEL
+
+    @pytest.mark.usefixtures("cuda")
+    def test_what_follows_a_linear_of_the_tower(self) -> None:
+        text = library.source("vision_linear")
+        names = {"kNothing": After.NOTHING, "kGeluTanh": After.GELU_TANH, "kGeluErf": After.GELU_ERF, "kAdd": After.ADD}
+        listed = re.search(r"enum After \{([^}]*)\}", text)
+        assert listed
+        assert {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", listed[1])} == names
+        eps = re.search(r"kLayerNormEps = ([\d.e+-]+)f", library.source("vision"))
+        assert eps
+        assert float(eps[1]) == LAYER_NORM_EPS
 
     def test_tiles_of_the_transposes(self, cuda: Any) -> None:
         from kestrel_cuda.backends import cuda_packer

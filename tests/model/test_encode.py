@@ -17,6 +17,7 @@ from kestrel_cuda.model.prompt_positions import Visual
 from kestrel_cuda.model.vision import feature_bytes
 from kestrel_cuda.model.vision_weights import tower_weight_bytes
 from kestrel_cuda.model.visual_rows import EncodedVisuals
+from tests.checkpoints import RELEASED_TOWER
 from tests.engines import generate
 from tests.goldens import checkpoint, golden, pixels_and_grids
 
@@ -151,20 +152,7 @@ def test_loading_again_starts_anew(opened: Open) -> None:
 
 def test_the_cost_is_counted_as_the_steps_do_it() -> None:
     """The released 8B tower over 1088 x 1920 pixels, by hand; twice the frames are twice the work."""
-    vision = VisionConfig(
-        depth=27,
-        hidden_size=1152,
-        num_heads=16,
-        intermediate_size=4304,
-        out_hidden_size=4096,
-        in_channels=3,
-        patch_size=16,
-        temporal_patch_size=2,
-        merge_size=2,
-        position_side=48,
-        deepstack_blocks=(8, 16, 24),
-        rope_theta=10000.0,
-    )
+    vision = RELEASED_TOWER
     cost = encode_cost(vision, (1, 68, 120))
     block = 3 * 1152**2 + 1152**2 + 2 * 1152 * 4304
     mergers = 4 * 2040 * (4608 * 4608 + 4608 * 4096)

@@ -9,24 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends.cpu_vision import learned_positions, patch_angles
-from kestrel_cuda.config import VisionConfig
 from kestrel_cuda.model.patch_positions import frame_places, patch_places
+from tests.checkpoints import RELEASED_TOWER as RELEASED
 from tests.compare import assert_close
 
-RELEASED = VisionConfig(
-    depth=27,
-    hidden_size=1152,
-    num_heads=16,
-    intermediate_size=4304,
-    out_hidden_size=4096,
-    in_channels=3,
-    patch_size=16,
-    temporal_patch_size=2,
-    merge_size=2,
-    position_side=48,
-    deepstack_blocks=(8, 16, 24),
-    rope_theta=10000.0,
-)
 GRIDS = [(2, 2), (2, 24), (4, 6), (6, 10), (14, 22), (16, 44), (48, 48), (46, 50), (94, 98), (122, 162), (2, 228)]
 
 
