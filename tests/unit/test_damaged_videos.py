@@ -6,13 +6,14 @@ import io
 import shutil
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 
 from kestrel_cuda.inputs import video_file
 from kestrel_cuda.inputs.video_file import open_video
 from tests.unit.test_video_file import RELEASED, refusal, write
+
+av = pytest.importorskip("av", reason="PyAV is not installed", exc_type=ImportError)
 
 NOISE = [np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8) for number in range(48)]
 
