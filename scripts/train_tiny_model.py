@@ -33,6 +33,7 @@ from scripts.tiny_model.network import (
     missing_packages,
     to_tensors,
 )
+from scripts.tiny_model.optimizer import Optimizer
 from scripts.tiny_model.split import Split
 from scripts.tiny_model.stream import SHARES, item
 
@@ -41,6 +42,8 @@ HELD_OUT_SEED = 10_000
 WARM_UP_STEPS = 400
 DECAY_SHARE = 0.3
 """The last part of the steps, in which the rate falls to nothing; until then --total-steps may still be changed."""
+ADAM_SHARE = 0.1
+"""AdamW's rate, which embeddings and norms have, of Muon's."""
 _CHECKED_ROWS = 24
 
 
@@ -87,17 +90,6 @@ def batches(seed: int, size: int, steps: range, num_workers: int, device: str) -
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in arrays.items()}
 
 
-def make_optimizer(network: Any, on_gpu: bool) -> Any:
-    """AdamW; norms, biases and embeddings are not decayed."""
-    import torch
-
-    plain = [p for name, p in network.named_parameters() if p.ndim < 2 or "embed_tokens" in name or "pos_embed" in name]
-    known = {id(parameter) for parameter in plain}
-    decayed = [parameter for parameter in network.parameters() if id(parameter) not in known]
-    groups = [{"params": decayed, "weight_decay": 0.02}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=on_gpu)
-
-
 class Trainer:
     """A network with its optimizer on one device."""
 
@@ -108,7 +100,7 @@ class Trainer:
         self.seed, self.batch_size, self.step = seed, batch_size, 0
         torch.backends.cuda.matmul.allow_tf32 = True
         self.network = build(MODEL, seed).to(self.device)
-        self.optimizer = make_optimizer(self.network, self.device == "cuda")
+        self.optimizer = Optimizer(self.network.named_parameters(), self.device == "cuda")
         self._held_out: list[Arrays] = []
         self._steps = compiled_steps() if compiled else PLAIN
 
@@ -132,7 +124,7 @@ class Trainer:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
 
     def train_step(self, arrays: Arrays, rate: float) -> Any:
-        """One step; returns the loss, still on the device."""
+        """One step at Muon's rate; returns the loss, still on the device."""
         import torch
         from torch.nn import functional
 
@@ -141,10 +133,7 @@ class Trainer:
         loss = functional.cross_entropy(logits, arrays["targets_a"])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(rate, ADAM_SHARE * rate)
         self.step += 1
         return loss.detach()
 
@@ -165,19 +154,19 @@ class Trainer:
                 arrays = {name: tensor.to(self.device) for name, tensor in batch.items()}
                 is_best = answer_logits(self.network, arrays).argmax(1) == arrays["targets_a"]
                 wrong = set(arrays["item_a"][~is_best].tolist())
-                right += [number not in wrong for number in range(len(arrays["ids_bs"]))]
+                right += [number not in wrong for number in range(len(arrays["row_starts"]) - 1)]
         return {task: round(sum(right[i :: len(tasks)]) / num_items, 4) for i, task in enumerate(tasks)}
 
     def check(self) -> float:
         """The largest difference between these logits and transformers' own, over a few rows in float32."""
         import torch
 
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         encoder = RowEncoder()
         rows = [encoder.row(item(self.seed, Split.TRAIN, index)) for index in range(_CHECKED_ROWS)]
         arrays = {name: tensor.to(self.device) for name, tensor in to_tensors(collate(rows)).items()}
         difference = largest_difference(self.network, arrays, [cut.grid for row in rows for cut in row.cuts])
-        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         return difference
 
     def export(self, folder: Path) -> int:
@@ -246,7 +235,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; 0 trains nothing")
     parser.add_argument("--total-steps", type=int, default=60_000, help="steps of all runs together")
     parser.add_argument("--batch-size", type=int, default=512, help="items a step")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="the highest learning rate")
+    parser.add_argument("--rate", type=float, default=0.02, help="the highest learning rate of matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=15, help="processes that make data")
     parser.add_argument("--log-every", type=int, default=100, help="steps")

@@ -1,7 +1,7 @@
 """Items to the arrays of a training step, pictures by the product's own preprocessing. Needs NumPy, no PyTorch.
 
-Rows are padded on the right to the longest. Pictures are not padded: their patches follow one another, 8 bits a value,
-and index arrays say where each belongs.
+Nothing is padded: rows follow one another, pictures too, patches in 8 bits a value, and index arrays say where each
+belongs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from kestrel_cuda.inputs.tokenizer import Tokenizer
 from kestrel_cuda.model.patch_positions import frame_places
 from kestrel_cuda.model.prompt_positions import VisualSpan, continued, prompt_positions
 from scripts.make_tiny_model import MERGE_SIZE, PATCH_SIZE, TEMPORAL_PATCH_SIZE, TinyModel
-from scripts.tiny_model.checkpoint import MODEL, RULES, the_tokenizer
+from scripts.tiny_model.checkpoint import MAX_PIXELS, MODEL, RULES, the_tokenizer
 from scripts.tiny_model.items import Item
 from scripts.tiny_model.split import Split
 from scripts.tiny_model.stream import item
 
 Ints = NDArray[np.int64]
-IGNORED_ID = 0
-"""What fills short rows. No real token comes after it, so none sees it."""
-
-_LENGTH_STEP = 32
+MOST_IDS, MOST_PATCHES = 512, MAX_PIXELS // PATCH_SIZE**2
+"""Of a row and of a picture."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +57,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """The arrays of a step for B rows of S ids, I pictures of P patches and T tokens in all, and A ids of answers.
+    """The arrays of a step for B rows of S ids in all, I pictures of P patches and T tokens in all, A ids of answers.
 
-    `*_at` arrays are indices into what they name, flattened: `visual_at` and `answer_at` into [B, S], `padded_at`
-    into the places [I, N] of `is_patch_in`, pictures padded to one length. The id at `answer_at` is followed by the
-    target.
+    `*_at` arrays are indices into the ids; the id at `answer_at` is followed by the target. `*_starts` say where each
+    row and picture begins, with the end of the last.
     """
 
-    ids_bs: Ints
-    positions_3bs: Ints
+    ids_s: Ints
+    positions_3s: Ints
+    row_starts: NDArray[np.int32]
     visual_at_t: Ints
     answer_at_a: Ints
     targets_a: Ints
     item_a: Ints
     values_u8: NDArray[np.uint8]
+    picture_starts: NDArray[np.int32]
     taps_p4: Ints
     shares_p4: NDArray[np.float32]
     places_p2: Ints
-    padded_at_p: Ints
-    is_patch_in: NDArray[np.bool_]
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -145,35 +142,32 @@ class RowEncoder:
 
 def collate(rows: Sequence[Row], model: TinyModel = MODEL) -> Batch:
     """The rows of one step together."""
-    length = _rounded(max(len(row.ids) for row in rows))
-    ids_bs = np.full((len(rows), length), IGNORED_ID, np.int64)
-    positions_3bs = np.zeros((3, len(rows), length), np.int64)
+    starts = _starts([len(row.ids) for row in rows])
     visual_at, answer_at, targets, owners = [], [], [], []
-    for number, row in enumerate(rows):
-        count, start = len(row.ids), number * length
-        ids_bs[number, :count] = row.ids
-        positions_3bs[:, number] = continued(prompt_positions(row.num_prompt, row.spans), length)
+    for number, (row, start) in enumerate(zip(rows, starts[:-1], strict=True)):
+        count = len(row.ids)
         visual_at += [np.arange(start + span.start, start + span.stop) for span in row.spans]
         answer_at.append(np.arange(start + row.num_prompt - 1, start + count - 1))
         targets.append(np.array(row.ids[row.num_prompt :]))
         owners.append(np.full(count - row.num_prompt, number))
     cuts = [cut for row in rows for cut in row.cuts]
-    counts = [len(cut.values_u8) for cut in cuts]
-    longest = _rounded(max(counts, default=0))
+    assert max(np.diff(starts)) <= MOST_IDS
     where = [_grid_places(model, cut.grid) for cut in (_NOTHING, *cuts)]
     return Batch(
-        ids_bs,
-        positions_3bs,
+        np.concatenate([row.ids for row in rows]),
+        np.concatenate(
+            [continued(prompt_positions(row.num_prompt, row.spans), len(row.ids)) for row in rows], axis=1
+        ),
+        starts,
         np.concatenate([np.zeros(0, np.int64), *visual_at]),
         np.concatenate(answer_at),
         np.concatenate(targets),
         np.concatenate(owners),
         np.concatenate([cut.values_u8 for cut in (_NOTHING, *cuts)]),
+        _starts([len(cut.values_u8) for cut in cuts]),
         np.concatenate([taps for taps, _, _ in where]),
         np.concatenate([shares for _, shares, _ in where]),
         np.concatenate([places for _, _, places in where]),
-        np.concatenate([np.zeros(0, np.int64), *(np.arange(n) + i * longest for i, n in enumerate(counts))]),
-        np.arange(longest) < np.array(counts, np.int64)[:, None],
     )
 
 
@@ -204,5 +198,5 @@ def _grid_places(model: TinyModel, grid: Grid) -> tuple[Ints, NDArray[np.float32
     return taps.astype(np.int64), shares.astype(np.float32), places.places_m2.astype(np.int64)
 
 
-def _rounded(length: int) -> int:
-    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
+def _starts(counts: Sequence[int]) -> NDArray[np.int32]:
+    return np.cumsum([0, *counts]).astype(np.int32)

@@ -1,8 +1,9 @@
 """What the model computes in training: transformers' own modules in an order that is quick over many small pictures.
 
-transformers attends to each picture in a call of its own, finds positions in Python loops and computes logits of every
-token. Here pictures share their calls, positions come with the batch, and only answers get logits: the same function
-of the same parameters, which `largest_difference` shows. PyTorch and transformers are imported when they are needed.
+transformers attends to each picture in a call of its own, pads rows, finds positions in Python loops and computes
+logits of every token. Here pictures share their calls, as rows do, positions come with the batch, and only answers get
+logits: the same function of the same parameters, which `largest_difference` shows. PyTorch and transformers are
+imported when they are needed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from kestrel_cuda.config import Grid
 from scripts.make_tiny_model import TinyModel
-from scripts.tiny_model.batches import Batch, scaled_values
+from scripts.tiny_model.batches import MOST_IDS, MOST_PATCHES, Batch, scaled_values
 from scripts.tiny_model.checkpoint import model_config, the_tokenizer
 
 Tensor = Any
@@ -74,9 +76,8 @@ def answer_logits(network: Any, arrays: Arrays, steps: Steps | None = None) -> T
     inner, steps = network.model, steps or PLAIN
     has_pictures = len(arrays["visual_at_t"]) > 0
     tokens_tn, deepstack = tower(inner.visual, arrays, steps) if has_pictures else (None, [])
-    h_bsn = decoder(inner.language_model, arrays, tokens_tn, deepstack, steps)
-    picked_an = h_bsn.flatten(0, 1).index_select(0, arrays["answer_at_a"])
-    return network.lm_head(picked_an).float()
+    h_sn = decoder(inner.language_model, arrays, tokens_tn, deepstack, steps)
+    return network.lm_head(h_sn.index_select(0, arrays["answer_at_a"])).float()
 
 
 def tower(visual: Any, arrays: Arrays, steps: Steps) -> tuple[Tensor, list[Tensor]]:
@@ -97,39 +98,53 @@ def tower(visual: Any, arrays: Arrays, steps: Steps) -> tuple[Tensor, list[Tenso
     angles = (arrays["places_p2"][:, :, None] * visual_theta(visual) ** -exponents).flatten(1)
     turn = torch.cat([angles, angles], dim=1)
     cos, sin = turn.cos()[:, None], turn.sin()[:, None]
-    mask = arrays["is_patch_in"][:, None, None]
     levels: list[Tensor] = []
     for number, block in enumerate(visual.blocks):
-        h = steps.block(block, h, cos, sin, arrays["padded_at_p"], mask)
+        h = steps.block(block, h, cos, sin, arrays["picture_starts"])
         if number in visual.deepstack_visual_indexes:
             levels.append(visual.deepstack_merger_list[len(levels)](h))
     return visual.merger(h), levels
 
 
-def block_step(block: Any, h_pn: Tensor, cos: Tensor, sin: Tensor, padded_at_p: Tensor, mask: Tensor) -> Tensor:
-    """A block of the tower, every patch attending to those of its own picture.
-
-    `mask` [I, 1, 1, N] says which places of pictures padded to one length hold a patch, `padded_at_p` where each is.
-    """
-    import torch
-    from torch.nn import functional
-
+def block_step(block: Any, h_pn: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Tensor:
+    """A block of the tower, every patch attending to those of its own picture."""
     attention = block.attn
-    num_patches, num_heads, num_pictures, longest = len(h_pn), attention.num_heads, len(mask), mask.shape[-1]
-    qkv = attention.qkv(block.norm1(h_pn)).view(num_patches, 3, num_heads, -1)
-    q, k, v = qkv.unbind(1)
-    turned = torch.stack([rotate(q, cos, sin), rotate(k, cos, sin), v.float()], dim=1).to(qkv.dtype)
-    padded = turned.new_zeros(num_pictures * longest, *turned.shape[1:]).index_copy(0, padded_at_p, turned)
-    q, k, v = padded.view(num_pictures, longest, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scaling)
-    out = out.transpose(1, 2).reshape(num_pictures * longest, -1)
-    h_pn = h_pn + attention.proj(out.index_select(0, padded_at_p))
+    q, k, v = attention.qkv(block.norm1(h_pn)).view(len(h_pn), 3, attention.num_heads, -1).unbind(1)
+    q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+    out = attend(q, k, v, starts, MOST_PATCHES, False)
+    h_pn = h_pn + attention.proj(out.flatten(1))
     return h_pn + block.mlp(block.norm2(h_pn))
 
 
-def layer_step(layer: Any, h_bsn: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """A layer of the decoder, without a cache and without a mask but the causal one."""
-    return layer(h_bsn, position_embeddings=turns, attention_mask=None, use_cache=False)
+def layer_step(layer: Any, h_sn: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> Tensor:
+    """A layer of the decoder, every token attending to itself and those before it in its own row."""
+    attention = layer.self_attn
+    x, heads = layer.input_layernorm(h_sn), (len(h_sn), -1, attention.head_dim)
+    q = attention.q_norm(attention.q_proj(x).view(heads))
+    k = attention.k_norm(attention.k_proj(x).view(heads))
+    v = attention.v_proj(x).view(heads)
+    q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+    k, v = (part.repeat_interleave(attention.num_key_value_groups, dim=1) for part in (k, v))
+    h_sn = h_sn + attention.o_proj(attend(q, k, v, starts, MOST_IDS, True).flatten(1))
+    return h_sn + layer.mlp(layer.post_attention_layernorm(h_sn))
+
+
+def attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, starts: Tensor, most: int, is_causal: bool) -> Tensor:
+    """Attention within each piece of the tokens, of at most `most`, that begins at one of `starts` and ends at the next.
+
+    One call for all pieces in bfloat16 on a GPU, one a piece elsewhere.
+    """
+    import torch
+    from torch.nn import functional
+    from torch.nn.attention.varlen import varlen_attn
+
+    if q_thd.is_cuda and q_thd.dtype is torch.bfloat16:
+        window = (-1, 0) if is_causal else (-1, -1)
+        return varlen_attn(q_thd, k_thd, v_thd, starts, starts, most, most, window_size=window)
+    lengths = starts.diff().tolist()
+    pieces = zip(*(part.transpose(0, 1).split(lengths, dim=1) for part in (q_thd, k_thd, v_thd)), strict=True)
+    outs = [functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal) for q, k, v in pieces]
+    return torch.cat(outs, dim=1).transpose(0, 1)
 
 
 PLAIN = Steps(block_step, layer_step)
@@ -152,16 +167,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def decoder(language: Any, arrays: Arrays, tokens_tn: Tensor | None, deepstack: list[Tensor], steps: Steps) -> Tensor:
-    """The decoder over padded rows, [B, S, n]. Padding is on the right, where no real token looks."""
-    h = language.embed_tokens(arrays["ids_bs"])
-    shape, at = h.shape, arrays["visual_at_t"]
+    """The decoder over all rows, [S, n]."""
+    h, at = language.embed_tokens(arrays["ids_s"]), arrays["visual_at_t"]
     if tokens_tn is not None:
-        h = h.flatten(0, 1).index_copy(0, at, tokens_tn.to(h.dtype)).view(shape)
-    turns = language.rotary_emb(h, arrays["positions_3bs"])
+        h = h.index_copy(0, at, tokens_tn.to(h.dtype))
+    cos, sin = (turn[0][:, None] for turn in language.rotary_emb(h, arrays["positions_3s"][:, None]))
     for number, layer in enumerate(language.layers):
-        h = steps.layer(layer, h, turns)
+        h = steps.layer(layer, h, cos, sin, arrays["row_starts"])
         if number < len(deepstack):
-            h = h.flatten(0, 1).index_add(0, at, deepstack[number].to(h.dtype)).view(shape)
+            h = h.index_add(0, at, deepstack[number].to(h.dtype))
     return language.norm(h)
 
 
@@ -188,14 +202,13 @@ def largest_difference(network: Any, arrays: Arrays, grids: list[Grid]) -> float
     with torch.no_grad():
         ours = answer_logits(network, arrays)
         theirs = []
-        num_rows, length = arrays["ids_bs"].shape
-        image_id = network.config.image_token_id
+        starts, image_id = arrays["row_starts"].tolist(), network.config.image_token_id
         scaled = scaled_on(ours.device)[arrays["values_u8"].int()]
         frames_pk = scaled.view(-1, 3, 1, 256).expand(-1, -1, 2, -1).reshape(len(scaled), 2 * scaled.shape[1])
         next_grid = next_patch = 0
-        for row in range(num_rows):
-            asked = arrays["answer_at_a"][arrays["answer_at_a"] // length == row] % length
-            ids = arrays["ids_bs"][row : row + 1, : int(asked.max()) + 1]
+        for row, (start, stop) in enumerate(pairwise(starts)):
+            asked = arrays["answer_at_a"][arrays["item_a"] == row] - start
+            ids = arrays["ids_s"][None, start : stop - 1]
             left, used = int((ids == image_id).sum()), []
             while left:
                 used.append(grids[next_grid])

@@ -161,7 +161,8 @@ def with_noise(image: Image.Image, noise: int, seed: int) -> Image.Image:
     if not noise:
         return image
     values = np.asarray(image).astype(np.int16)
-    values += np.random.Generator(np.random.Philox(seed)).integers(-noise, noise + 1, values.shape, np.int16)
+    drawn = np.frombuffer(np.random.Generator(np.random.Philox(seed)).bytes(values.size), np.uint8)
+    values += (np.arange(256) * (2 * noise + 1) // 256 - noise).astype(np.int16)[drawn].reshape(values.shape)
     return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.tiny_model.optimizer import Optimizer
+
 FILE_BYTES = 15_000_000
 _NAME = "state.json"
-_WEIGHT, _MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+_WEIGHT = "weight"
 
 
 class StateError(Exception):
@@ -34,7 +36,7 @@ def exists(folder: Path) -> bool:
     return (folder / _NAME).is_file()
 
 
-def save(folder: Path, network: Any, optimizer: Any, progress: Progress) -> None:
+def save(folder: Path, network: Any, optimizer: Optimizer, progress: Progress) -> None:
     """Write a state; the one before stays whole until state.json names the new files."""
     import torch
     from safetensors.torch import save_file
@@ -43,8 +45,8 @@ def save(folder: Path, network: Any, optimizer: Any, progress: Progress) -> None
     tensors: dict[str, Any] = {}
     for name, parameter in network.named_parameters():
         tensors[f"{_WEIGHT}/{name}"] = parameter.detach().cpu()
-        for moment in _MOMENTS:
-            tensors[f"{moment}/{name}"] = optimizer.state[parameter][moment].to("cpu", torch.bfloat16)
+        for moment, values in optimizer.moments(parameter).items():
+            tensors[f"{moment}/{name}"] = values.to("cpu", torch.bfloat16)
     files: list[str] = []
     part: dict[str, Any] = {}
     for name, tensor in [*tensors.items(), ("", None)]:
@@ -74,8 +76,8 @@ def read_progress(folder: Path) -> tuple[Progress, list[str]]:
         raise StateError(f"{folder / _NAME} cannot be read ({error}); give the folder of an earlier run") from error
 
 
-def load(folder: Path, network: Any, optimizer: Any | None = None) -> Progress:
-    """Fill the network, and the optimizer if there is one, on whatever device they are. Raises StateError."""
+def load(folder: Path, network: Any, optimizer: Optimizer) -> Progress:
+    """Fill the network and its optimizer, on whatever device they are. Raises StateError."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -88,20 +90,13 @@ def load(folder: Path, network: Any, optimizer: Any | None = None) -> Progress:
     except (OSError, SafetensorError) as error:
         raise StateError(f"{folder} has a damaged or absent state file ({error}); fetch all of them again") from error
     for name, parameter in network.named_parameters():
-        kept = [tensors.pop(f"{kind}/{name}", None) for kind in (_WEIGHT, *_MOMENTS)]
-        if any(tensor is None or tensor.shape != parameter.shape for tensor in kept):
+        moments = optimizer.moment_names(parameter)
+        kept = {kind: tensors.pop(f"{kind}/{name}", None) for kind in (_WEIGHT, *moments)}
+        if any(tensor is None or tensor.shape != parameter.shape for tensor in kept.values()):
             raise StateError(f"{folder} has no fitting {name}: it is the state of another model; begin anew elsewhere")
         with torch.no_grad():
-            parameter.copy_(kept[0])
-        if optimizer is not None:
-            moments = {
-                name: tensor.to(parameter.device, torch.float32)
-                for name, tensor in zip(_MOMENTS, kept[1:], strict=True)
-            }
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(progress.step), device=parameter.device),
-                **moments,
-            }
+            parameter.copy_(kept[_WEIGHT])
+        optimizer.resume(parameter, progress.step, {moment: kept[moment] for moment in moments})
     if tensors:
         raise StateError(f"{folder} holds {next(iter(tensors))}, which this model has not; begin anew elsewhere")
     return progress

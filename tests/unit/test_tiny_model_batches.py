@@ -22,24 +22,26 @@ def test_a_batch_holds_its_rows() -> None:
     encoder = RowEncoder()
     rows = [encoder.row(item(0, Split.TRAIN, index)) for index in range(24)]
     batch = collate(rows)
-    flat = batch.ids_bs.ravel()
-    assert [len(row.ids) for row in rows] == [int((ids != 0).sum()) for ids in batch.ids_bs]
-    assert set(flat[batch.visual_at_t]) == {the_tokenizer().token_to_id("<|image_pad|>")}
-    assert len(batch.visual_at_t) == len(batch.values_u8) // 4 == int(batch.is_patch_in.sum()) // 4
-    assert np.array_equal(flat[batch.answer_at_a + 1], batch.targets_a)
+    assert batch.ids_s.tolist() == [token for row in rows for token in row.ids]
+    assert np.diff(batch.row_starts).tolist() == [len(row.ids) for row in rows]
+    assert np.diff(batch.picture_starts).tolist() == [len(cut.values_u8) for row in rows for cut in row.cuts]
+    assert batch.picture_starts[-1] == len(batch.values_u8) == 4 * len(batch.visual_at_t)
+    assert set(batch.ids_s[batch.visual_at_t]) == {the_tokenizer().token_to_id("<|image_pad|>")}
+    assert np.array_equal(batch.ids_s[batch.answer_at_a + 1], batch.targets_a)
     for number, row in enumerate(rows):
         assert batch.targets_a[batch.item_a == number].tolist() == row.ids[row.num_prompt :]
         expected = prompt_positions(row.num_prompt, row.spans)
-        assert np.array_equal(batch.positions_3bs[:, number, : row.num_prompt], expected)
-        rest = batch.positions_3bs[:, number, row.num_prompt : len(row.ids)]
-        assert (rest == expected.max() + 1 + np.arange(len(row.ids) - row.num_prompt)).all()
-    assert np.array_equal(np.flatnonzero(batch.is_patch_in), batch.padded_at_p)
+        positions = batch.positions_3s[:, batch.row_starts[number] : batch.row_starts[number + 1]]
+        assert np.array_equal(positions[:, : row.num_prompt], expected)
+        rest = np.arange(len(row.ids) - row.num_prompt)
+        assert (positions[:, row.num_prompt :] == expected.max() + 1 + rest).all()
     assert batch.shares_p4.sum(axis=1) == pytest.approx(1, abs=1e-6)
 
 
 def test_a_batch_may_have_no_picture() -> None:
     batch = collate([RowEncoder().row(item(0, Split.TRAIN, 0, "sum"))])
-    assert [len(array) for array in (batch.visual_at_t, batch.values_u8, batch.taps_p4, batch.is_patch_in)] == [0] * 4
+    assert [len(array) for array in (batch.visual_at_t, batch.values_u8, batch.taps_p4, batch.places_p2)] == [0] * 4
+    assert batch.picture_starts.tolist() == [0]
 
 
 def test_the_towers_sizes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
