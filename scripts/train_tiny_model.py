@@ -45,6 +45,7 @@ DECAY_SHARE = 0.3
 ADAM_SHARE = 0.1
 """AdamW's rate, which embeddings and norms have, of Muon's."""
 _CHECKED_ROWS = 24
+_MOST_SECONDS_A_BATCH = 60
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def batches(seed: int, size: int, steps: range, num_workers: int, device: str) -
         num_workers=num_workers,
         prefetch_factor=2 if num_workers else None,
         pin_memory=on_gpu,
+        timeout=_MOST_SECONDS_A_BATCH if num_workers else 0,
     )
     for arrays in loader:
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in arrays.items()}

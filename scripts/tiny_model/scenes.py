@@ -39,6 +39,7 @@ CELLS = ("top left", "top", "top right", "left", "center", "right", "bottom left
 
 _LEAST_RADIUS = 8.0
 _LEAST_CONTRAST = 80.0
+_MOST_TRIES = 200
 _CELL_MARGIN = 0.05
 """How far from a line between two cells a center has to be, as a share of the side, to be said to be in one."""
 
@@ -114,10 +115,14 @@ def random_scene(
 
 
 def _scene(random: Random, wanted: Sequence[tuple[str, str]], largest_side: int) -> Scene:
-    width, height = random_size(random, largest_side)
-    shapes: list[Shape] = []
-    for colour, kind in wanted:
-        shapes.append(_placed(random, width, height, shapes, colour, kind, len(wanted)))
+    while True:
+        width, height = random_size(random, largest_side)
+        shapes: list[Shape] = []
+        for colour, kind in wanted:
+            if placed := _placed(random, width, height, shapes, colour, kind, len(wanted)):
+                shapes.append(placed)
+        if len(shapes) == len(wanted):
+            break
     background = random_background(random, [shape.rgb for shape in shapes])
     noise = random.choice((0, 0, 0, 6, 12, 20))
     return Scene(width, height, background, tuple(shapes), noise, random.getrandbits(32), random.random() < 0.6)
@@ -186,16 +191,18 @@ def _ground_colour(random: Random) -> Rgb:
 
 def _placed(
     random: Random, width: int, height: int, others: Sequence[Shape], colour: str, kind: str, num_shapes: int
-) -> Shape:
-    """A shape that touches no other; it gets smaller with each try that fails."""
+) -> Shape | None:
+    """A shape that touches no other; it gets smaller with each try that fails. None where the others leave no room."""
     side = min(width, height)
     least = max(_LEAST_RADIUS, 0.1 * side)
     radius = random.uniform(least, max(least, (0.42 if num_shapes == 1 else 0.25) * side))
-    while True:
+    for _ in range(_MOST_TRIES):
         x, y = random.uniform(radius + 1, width - radius - 1), random.uniform(radius + 1, height - radius - 1)
         if all(math.dist((x, y), (other.x, other.y)) > radius + other.radius + 3 for other in others):
             break
         radius = max(_LEAST_RADIUS, radius * 0.96)
+    else:
+        return None
     is_upright = kind in ("square", "rectangle", "triangle", "star", "cross") and random.random() < 0.5
     angle = 0.0 if is_upright else random.uniform(0, 2 * math.pi)
     if kind == "rectangle" and is_upright and random.random() < 0.5:
