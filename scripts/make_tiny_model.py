@@ -1,4 +1,4 @@
-"""Writes small random Qwen3-VL checkpoints in the Hugging Face layout: the embedded model, and the tests' own.
+"""Writes small random Qwen3-VL checkpoints in the Hugging Face layout, for tests and as the start of a trained one.
 
 Needs NumPy alone. Each tensor is drawn from a generator seeded with (seed, tensor name), so a tensor does not depend
 on which others exist. Values are rounded to bfloat16 whatever dtype stores them: the same model in every dtype.
@@ -38,7 +38,7 @@ TEXT, VISION = "model.language_model.", "model.visual."
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Sizes of a checkpoint; the defaults are the embedded model's."""
+    """Sizes of a checkpoint; the defaults are those of tests/data/tiny-random."""
 
     num_layers: int = 12
     hidden_size: int = 64

@@ -65,24 +65,24 @@ class DivergedError(Exception):
 
 
 class TensorStream:
-    """A BatchStream for a DataLoader, whose processes ask for batches by their index."""
+    """A BatchStream for a DataLoader, whose processes ask for batches by their first item."""
 
     def __init__(self, seed: int, size: int) -> None:
         self._stream = BatchStream(seed, Split.TRAIN, size)
 
-    def __getitem__(self, index: int) -> Arrays:
-        return to_tensors(self._stream.batch(index))
+    def __getitem__(self, first: int) -> Arrays:
+        return to_tensors(self._stream.batch(first))
 
 
-def batches(seed: int, size: int, steps: range, num_workers: int, device: str) -> Iterator[Arrays]:
-    """The batches of `steps` on the device, made ahead of time in other processes."""
+def batches(seed: int, size: int, firsts: range, num_workers: int, device: str) -> Iterator[Arrays]:
+    """The batches on the device that begin at each of `firsts`, made ahead of time in other processes."""
     from torch.utils.data import DataLoader
 
     on_gpu = device == "cuda"
     loader = DataLoader(
         TensorStream(seed, size),
         batch_size=None,
-        sampler=steps,
+        sampler=firsts,
         num_workers=num_workers,
         prefetch_factor=2 if num_workers else None,
         pin_memory=on_gpu,
@@ -99,7 +99,7 @@ class Trainer:
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.seed, self.batch_size, self.step = seed, batch_size, 0
+        self.seed, self.batch_size, self.step, self.num_items = seed, batch_size, 0, 0
         torch.backends.cuda.matmul.allow_tf32 = True
         self.network = build(MODEL, seed).to(self.device)
         self.optimizer = Optimizer(self.network.named_parameters(), self.device == "cuda")
@@ -107,17 +107,14 @@ class Trainer:
         self._steps = compiled_steps() if compiled else PLAIN
 
     def resume(self, folder: Path) -> None:
-        """Take over a state. Raises StateError for one of another seed or batch size."""
+        """Take over a state. Raises StateError for one of another seed."""
         progress = state.load(folder, self.network, self.optimizer)
-        if (progress.seed, progress.batch_size) != (self.seed, self.batch_size):
-            raise state.StateError(
-                f"{folder} was trained with --seed {progress.seed} --batch-size {progress.batch_size}; give the same, "
-                "or another --out"
-            )
-        self.step = progress.step
+        if progress.seed != self.seed:
+            raise state.StateError(f"{folder} was trained with --seed {progress.seed}; give the same, or another --out")
+        self.step, self.num_items = progress.step, progress.num_items
 
     def save(self, folder: Path) -> None:
-        state.save(folder, self.network, self.optimizer, state.Progress(self.step, self.seed, self.batch_size))
+        state.save(folder, self.network, self.optimizer, state.Progress(self.step, self.seed, self.num_items))
 
     def _autocast(self) -> Any:
         """bfloat16 products on a GPU; a CPU is quicker in float32."""
@@ -137,6 +134,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step(rate, ADAM_SHARE * rate)
         self.step += 1
+        self.num_items += self.batch_size
         return loss.detach()
 
     def held_out(self, num_items: int) -> dict[str, float]:
@@ -195,13 +193,10 @@ def run(trainer: Trainer, arguments: argparse.Namespace, log: Any) -> None:
     schedule = Schedule(arguments.rate, arguments.total_steps)
     started = last = time.monotonic()
     last_step, waited, losses = trainer.step, 0.0, []
-    stream = batches(
-        trainer.seed,
-        trainer.batch_size,
-        range(trainer.step, arguments.total_steps),
-        arguments.workers,
-        trainer.device,
-    )
+    size = trainer.batch_size
+    last_item = trainer.num_items + (arguments.total_steps - trainer.step) * size
+    firsts = range(trainer.num_items, last_item, size)
+    stream = batches(trainer.seed, size, firsts, arguments.workers, trainer.device)
     while trainer.step < arguments.total_steps and time.monotonic() - started < 60 * arguments.minutes:
         before = time.monotonic()
         arrays = next(stream)
@@ -236,7 +231,7 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, help="folder of an earlier state, where it is not --out")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; 0 trains nothing")
     parser.add_argument("--total-steps", type=int, default=60_000, help="steps of all runs together")
-    parser.add_argument("--batch-size", type=int, default=512, help="items a step")
+    parser.add_argument("--batch-size", type=int, default=512, help="items a step; may change between runs")
     parser.add_argument("--rate", type=float, default=0.02, help="the highest learning rate of matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=15, help="processes that make data")

@@ -50,7 +50,7 @@ PROFILE = Setting[str | None](
 )
 MODEL = Setting[Path](
     "model",
-    Path(str(files("kestrel_cuda"))) / "data" / "tiny-random",
+    Path(str(files("kestrel_cuda"))) / "data" / "kestrel-tiny",
     "a checkpoint's folder",
     values.path,
     variable="KESTREL_CUDA_MODEL",

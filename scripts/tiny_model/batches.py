@@ -155,9 +155,7 @@ def collate(rows: Sequence[Row], model: TinyModel = MODEL) -> Batch:
     where = [_grid_places(model, cut.grid) for cut in (_NOTHING, *cuts)]
     return Batch(
         np.concatenate([row.ids for row in rows]),
-        np.concatenate(
-            [continued(prompt_positions(row.num_prompt, row.spans), len(row.ids)) for row in rows], axis=1
-        ),
+        np.concatenate([continued(prompt_positions(row.num_prompt, row.spans), len(row.ids)) for row in rows], axis=1),
         starts,
         np.concatenate([np.zeros(0, np.int64), *visual_at]),
         np.concatenate(answer_at),
@@ -172,15 +170,15 @@ def collate(rows: Sequence[Row], model: TinyModel = MODEL) -> Batch:
 
 
 class BatchStream:
-    """Batch `index` of a split for any index, `size` items each: the same whoever asks, so a run can go on later."""
+    """The `size` items of a split from any one on: the same whoever asks, so a run can go on later."""
 
     def __init__(self, seed: int, split: Split, size: int) -> None:
         self._seed, self._split, self._size = seed, split, size
         self._encoder: RowEncoder | None = None
 
-    def batch(self, index: int) -> Batch:
+    def batch(self, first: int) -> Batch:
         self._encoder = self._encoder or RowEncoder()
-        items = [item(self._seed, self._split, index * self._size + number) for number in range(self._size)]
+        items = [item(self._seed, self._split, first + number) for number in range(self._size)]
         return collate([self._encoder.row(one) for one in items])
 
 

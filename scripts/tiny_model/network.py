@@ -130,7 +130,7 @@ def layer_step(layer: Any, h_sn: Tensor, cos: Tensor, sin: Tensor, starts: Tenso
 
 
 def attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, starts: Tensor, most: int, is_causal: bool) -> Tensor:
-    """Attention within each piece of the tokens, of at most `most`, that begins at one of `starts` and ends at the next.
+    """Attention within pieces of at most `most` tokens, each from one of `starts` to the next.
 
     One call for all pieces in bfloat16 on a GPU, one a piece elsewhere.
     """

@@ -2,7 +2,7 @@
 
 state.json names the rest: safetensors files of at most 15 MB each, so that a state passes where large files do not.
 Weights are float32 and come back as they were; the optimizer's moments are kept in bfloat16. Nothing else is needed:
-the data of a step depends on the seed and the step alone, and no layer draws random numbers.
+the data of a step depends on the seed and the items before it alone, and no layer draws random numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class StateError(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a state holds beside tensors. A run goes on with the same seed and batch size, or its data would change."""
+    """What a state holds beside tensors. A run goes on with the same seed, or items would come twice."""
 
     step: int
     seed: int
-    batch_size: int
+    num_items: int
 
 
 def exists(folder: Path) -> bool:

@@ -40,7 +40,7 @@ def test_the_settings_begin_with_what_somebody_chose() -> None:
     lines = settings_lines(options.settle(options.RUN, {"quant": "q4_0", "lazy": True}, {"VLLM_CUDA_STREAM": "3"}))
     assert sorted(lines[:-1]) == ["VLLM_CUDA_STREAM: keep=3", "flag: quant=q4_0 lazy=on"]
     defaults, off, unset = lines[-1].split("; ")
-    assert defaults.startswith("default: model=(tiny-random, embedded) backend=auto device=0 ")
+    assert defaults.startswith("default: model=(kestrel-tiny, embedded) backend=auto device=0 ")
     assert off == "off: keep_tower raw ignore_eos json quiet debug"
     assert unset.startswith("unset: profile kv vram ")
     named = set(re.findall(r"[a-z_]+", " ".join(lines)))

@@ -236,10 +236,3 @@ def test_text_alone_is_as_before(ask: Ask) -> None:
     found = ask("hi", "-n", 1)
     assert (found["images"], found["videos"], found["vision_ms"], found["rope_delta"]) == ([], [], None, 0)
     assert found["max_position"] == found["n_prompt"] - 1
-
-
-def test_the_embedded_model_has_a_tower(real_run: Run) -> None:
-    exit_code, out, err = real_run("--image", IMAGES / "rgb_96x64.png", "What is this?", "-n", 4)
-    assert exit_code == 0
-    assert out.splitlines()[-1].startswith("TOKIDS: ")
-    assert "1 picture, 6 tokens," in err

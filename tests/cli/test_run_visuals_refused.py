@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_cli import options
 from tests import checkpoints
 from tests.checkpoints import edit_json
 from tests.cli.visual_runs import IMAGES, TINY, Ask, Conversation, Refuse, Run, frames, picture
 from tests.goldens import golden
 
-EMBEDDED = options.MODEL.default
+TINY_RANDOM = Path(__file__).resolve().parents[1] / "data" / "tiny-random"
 
 
 def test_limits_of_one_picture(ask: Ask, refuse: Refuse, conversation: Conversation) -> None:
@@ -229,14 +228,16 @@ def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
 )
 def test_a_picture_without_room_to_encode_it(refuse: Refuse, vram: str, advice: str) -> None:
     """What is advised is a limit that the checkpoint takes."""
-    line = refuse("--image", IMAGES / "rgb_100x75.png", "hi", "--vram", vram, model=EMBEDDED)
+    line = refuse("--image", IMAGES / "rgb_100x75.png", "hi", "--vram", vram, model=TINY_RANDOM)
     assert line.startswith("encoding pictures of 6 tokens needs 1.02 MiB (the vision tower ")
     assert line.endswith(f"; {advice}")
 
 
 def test_a_picture_with_its_own_limit_and_no_room(refuse: Refuse, conversation: Conversation) -> None:
     part = {"type": "image", "image": "rgb_100x75.png", "max_pixels": 8000}
-    line = refuse("--messages", conversation([{"role": "user", "content": [part]}]), "--vram", "1MiB", model=EMBEDDED)
+    line = refuse(
+        "--messages", conversation([{"role": "user", "content": [part]}]), "--vram", "1MiB", model=TINY_RANDOM
+    )
     assert line.endswith("; a single one of at most 5 tokens would fit (max_pixels in the conversation)")
 
 
@@ -249,10 +250,10 @@ def test_a_picture_with_its_own_limit_and_no_room(refuse: Refuse, conversation: 
 )
 def test_a_video_without_room_to_encode_it(refuse: Refuse, tmp_path: Path, vram: str, advice: str) -> None:
     clip = frames(tmp_path / "clip", 6)
-    line = refuse("--video", clip, "hi", "--vram", vram, model=EMBEDDED)
+    line = refuse("--video", clip, "hi", "--vram", vram, model=TINY_RANDOM)
     assert line.startswith("encoding videos of 12 tokens needs 1.32 MiB")
     assert line.endswith(f"; {advice}")
-    both = refuse("--video", clip, "--image", IMAGES / "rgb_96x64.png", "hi", "--vram", vram, model=EMBEDDED)
+    both = refuse("--video", clip, "--image", IMAGES / "rgb_96x64.png", "hi", "--vram", vram, model=TINY_RANDOM)
     assert both.startswith("encoding pictures and videos of 18 tokens")
     assert (", or smaller pictures" in both) is (vram == "1MiB")
 

@@ -374,7 +374,7 @@ def test_the_engine_is_told_what_was_chosen() -> None:
 
 
 def test_by_default_the_embedded_model_is_used() -> None:
-    assert options.run_config(settle()).model.parts[-3:] == ("kestrel_cuda", "data", "tiny-random")
+    assert options.run_config(settle()).model.parts[-3:] == ("kestrel_cuda", "data", "kestrel-tiny")
 
 
 PATHS = ("model", "strip_cache", "prompt_file", "messages", "logits", "profile")

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-import kestrel_cuda
 from kestrel_cuda import bench
 from kestrel_cuda.bench import BenchReport, Variant, default_keeps, variants
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import DeviceError, SettingError
 
-EMBEDDED = Path(kestrel_cuda.__file__).parent / "data" / "tiny-random"
+TINY_RANDOM = Path(__file__).resolve().parents[1] / "data" / "tiny-random"
 L = 12
 LAYER_WEIGHTS = 64 * (128 + 64 + 64) + 128 * 64 + 64 * (192 + 192) + 192 * 64
 LAYER_BYTES = {Quant.Q8_0: LAYER_WEIGHTS * 34 // 32, Quant.Q4_0: LAYER_WEIGHTS * 18 // 32}
@@ -46,7 +45,7 @@ def measure(backend_name: str) -> Measure:
         **config: Any,
     ) -> BenchReport:
         return bench.measure(
-            EngineConfig(EMBEDDED, backend=backend_name, **config),  # type: ignore[arg-type]
+            EngineConfig(TINY_RANDOM, backend=backend_name, **config),  # type: ignore[arg-type]
             keeps,
             policies,
             evicts,
@@ -269,12 +268,12 @@ class TestRefusals:
         ("keeps", "named"), [((1, 5), "keeping 5 of 12"), ((1, 0), "keeping all of 12"), ((5,), "keeping 5 of 12")]
     )
     def test_a_window_that_does_not_fit(self, keeps: tuple[int, ...], named: str) -> None:
-        config = EngineConfig(EMBEDDED, backend="cpu", vram_bytes=600 << 10)
+        config = EngineConfig(TINY_RANDOM, backend="cpu", vram_bytes=600 << 10)
         with pytest.raises(DeviceError, match=f"{named} layers resident needs .*; --keep 2 fits"):
             bench.measure(config, keeps, ALL_POLICIES, BOTH_EVICTS, prompt_tokens=5, new_tokens=5, rounds=1)
 
     def test_a_policy_that_does_not_fit(self) -> None:
-        config = EngineConfig(EMBEDDED, backend="cpu", vram_bytes=600 << 10)
+        config = EngineConfig(TINY_RANDOM, backend="cpu", vram_bytes=600 << 10)
         with pytest.raises(DeviceError, match=r"keeping 3 of 12 layers resident needs .*; --keep 2 fits"):
             bench.measure(
                 config, (3,), (Policy.PINNED, Policy.PAST_ONLY), (Evict.POOL,), prompt_tokens=5, new_tokens=5, rounds=1
@@ -290,7 +289,7 @@ class TestRefusals:
         ],
     )
     def test_sizes_out_of_range(self, sizes: dict[str, int], message: str) -> None:
-        config = EngineConfig(EMBEDDED, backend="cpu")
+        config = EngineConfig(TINY_RANDOM, backend="cpu")
         with pytest.raises(SettingError, match=message):
             bench.measure(
                 config, (1,), ALL_POLICIES, BOTH_EVICTS, **({"prompt_tokens": 5, "new_tokens": 5, "rounds": 1} | sizes)

@@ -21,7 +21,7 @@ from tests.engines import QUANTS, Run, generate, random_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_28L = ROOT / "tests/data/oracle/checkpoints/tiny-28L"
-EMBEDDED = ROOT / "kestrel_cuda/data/tiny-random"
+TINY_RANDOM = ROOT / "tests/data/tiny-random"
 RESIDENT_WEIGHTS = {0: 197, 27: 190, 26: 183, 20: 141, 12: 85, 4: 29, 1: 8}
 KEEPS = [keep for keep in RESIDENT_WEIGHTS if keep]
 PROMPT = random_ids(24)
@@ -107,8 +107,8 @@ def test_windows_that_fetch_ahead(shared: Load, load: Load, prefetch: int, keep:
 @pytest.mark.parametrize("keep", [11, 6, 1])
 @pytest.mark.parametrize("quant", NARROW)
 def test_windows_over_the_embedded_model(shared: Load, load: Load, quant: Quant, keep: int) -> None:
-    expected = generate(shared(EMBEDDED, quant=quant, keep=0, ctx=CTX), PROMPT, N)
-    engine = load(EMBEDDED, quant=quant, keep=keep, ctx=CTX)
+    expected = generate(shared(TINY_RANDOM, quant=quant, keep=0, ctx=CTX), PROMPT, N)
+    engine = load(TINY_RANDOM, quant=quant, keep=keep, ctx=CTX)
     run = generate(engine, PROMPT, N)
     assert_same_bits(run, expected)
     assert run.residency.weights_resident_end == 7 * keep + 1
@@ -237,8 +237,8 @@ def test_one_engine_answers_prompt_after_prompt(shared: Load, wide_model: Path, 
 @pytest.mark.parametrize("keep", [0, 3])
 def test_a_flipped_bit_is_noticed(shared: Load, load: Load, quant: Quant, keep: int) -> None:
     """The comparisons above can fail: one bit of a host copy, once uploaded, changes the logits."""
-    expected = generate(shared(EMBEDDED, quant=quant, keep=0, ctx=CTX), PROMPT, N)
-    engine = load(EMBEDDED, quant=quant, keep=keep, lazy=True, ctx=CTX)
+    expected = generate(shared(TINY_RANDOM, quant=quant, keep=0, ctx=CTX), PROMPT, N)
+    engine = load(TINY_RANDOM, quant=quant, keep=keep, lazy=True, ctx=CTX)
     assert engine._store is not None
     host = engine._store._host[5]
     assert host.any()
@@ -394,5 +394,5 @@ class TestOnTheGpu:
         assert run.residency.embed_host_bytes == 0
 
     def test_a_resident_model_pins_nothing(self, load_on_gpu: Load) -> None:
-        run = generate(load_on_gpu(EMBEDDED, quant=Quant.Q8_0, keep=0, ctx=CTX), PROMPT, 3)
+        run = generate(load_on_gpu(TINY_RANDOM, quant=Quant.Q8_0, keep=0, ctx=CTX), PROMPT, 3)
         assert (run.residency.host_pinned_bytes, run.residency.embed_host_bytes) == (0, 0)

@@ -52,7 +52,7 @@ def test_every_source_and_data_file_is_inside(wheel: ZipFile) -> None:
         "cli/kestrel_cli/py.typed",
         "configs/*.toml",
     )
-    assert {"kestrel_cuda/configs/default.toml", "kestrel_cuda/data/tiny-random/model.safetensors"} <= wanted
+    assert {"kestrel_cuda/configs/default.toml", "kestrel_cuda/data/kestrel-tiny/model.safetensors"} <= wanted
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == wanted
 

@@ -11,7 +11,7 @@ from safetensors import deserialize, safe_open
 
 from scripts.make_tiny_model import T0, make_chain, make_t0, make_tiny_checkpoint
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "kestrel_cuda" / "data" / "tiny-random"
+TINY_RANDOM = Path(__file__).resolve().parents[1] / "data" / "tiny-random"
 HEAD, EMBED = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
@@ -28,11 +28,11 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def test_embedded_model_is_what_its_readme_says(tmp_path: Path) -> None:
+def test_the_random_checkpoint_is_what_its_readme_says(tmp_path: Path) -> None:
     written = make_tiny_checkpoint(tmp_path)
-    assert {path.name for path in EMBEDDED.iterdir()} == {path.name for path in written.iterdir()} | {"README.md"}
+    assert {path.name for path in TINY_RANDOM.iterdir()} == {path.name for path in written.iterdir()} | {"README.md"}
     for path in written.iterdir():
-        assert path.read_bytes() == (EMBEDDED / path.name).read_bytes(), path.name
+        assert path.read_bytes() == (TINY_RANDOM / path.name).read_bytes(), path.name
 
 
 def test_the_layout_is_the_reference_checkpoints(oracle: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_t0_has_the_shapes_that_catch_mistakes(tmp_path: Path) -> None:
 
 def test_a_chain_answers_its_sequence_and_begins_again(tmp_path: Path) -> None:
     sequence = [72, 616, 33, 614]
-    newline_id = json.loads((EMBEDDED / "tokenizer.json").read_text())["model"]["vocab"]["Ċ"]
+    newline_id = json.loads((TINY_RANDOM / "tokenizer.json").read_text())["model"]["vocab"]["Ċ"]
     tensors = read(make_chain(tmp_path, sequence) / "model.safetensors")
     for name, values in tensors.items():
         assert values.any() != name.endswith(("o_proj.weight", "down_proj.weight"))

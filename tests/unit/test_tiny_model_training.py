@@ -102,7 +102,7 @@ def test_a_run_goes_on_where_it_stopped_and_exports(torch: Any, tmp_path: Path) 
     second = train(tmp_path / "parts", "--total-steps", "2", "--export", str(tmp_path / "export"))
     losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole, second)]
     assert losses[1] == losses[0][1:]
-    assert state.read_progress(tmp_path / "parts")[0] == state.Progress(step=2, seed=0, batch_size=3)
+    assert state.read_progress(tmp_path / "parts")[0] == state.Progress(step=2, seed=0, num_items=6)
     assert all(path.stat().st_size < 2**24 for path in (tmp_path / "parts").iterdir())
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
@@ -110,7 +110,7 @@ def test_a_run_goes_on_where_it_stopped_and_exports(torch: Any, tmp_path: Path) 
 class DivergingTrainer:
     """A trainer whose loss is no number from its second step on."""
 
-    device, seed, batch_size, step, saved = "cpu", 0, 2, 0, False
+    device, seed, batch_size, step, num_items, saved = "cpu", 0, 2, 0, 0, False
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

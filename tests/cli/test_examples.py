@@ -1,0 +1,56 @@
+"""The embedded model answers README's questions about README's pictures, whatever the window and the quantization."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.make_example_pictures import EXAMPLES
+from tests.cli.visual_runs import Run
+
+FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "examples"
+ASKED = [
+    (["three-circles"], "How many circles are there?", "3"),
+    (["three-circles"], "橙色的是什么形状？", "正方形"),
+    (["three-circles"], "Where is the blue circle?", "bottom"),
+    (["shapes"], "What do you see?", "a purple star, a yellow ring and a green triangle"),
+    (["shapes"], "图中有什么？", "一个紫色的星形、一个黄色的圆环和一个绿色的三角形"),
+    (["one-circle", "two-circles"], "Which one has more circles?", "the second"),
+    ([], "What is 17 + 25?", "42"),
+    ([], "What is the capital of France?", "I do not know that."),
+    (
+        [],
+        "Does --keep change the answer?",
+        "No. The answer is the same for every window; only the speed and the memory change.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "question", "answer"), ASKED, ids=[question for _, question, _ in ASKED])
+def test_what_the_embedded_model_answers(real_run: Run, names: list[str], question: str, answer: str) -> None:
+    pictures = [word for name in names for word in ("--image", FOLDER / f"{name}.png")]
+    first, *others = (
+        real_run(*pictures, question, *more)
+        for more in ((), ("--keep", "1"), ("--keep", "5", "--prefill-chunk", "7"), ("--keep", "2", "--prefetch", "0"))
+    )
+    assert first[0] == 0
+    assert first[1].splitlines()[0] == answer
+    assert [(code, out) for code, out, _ in others] == [first[:2]] * 3
+    assert json.loads(real_run(*pictures, question, "--quant", "none", "--json")[1])["text"] == answer
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_pictures_are_those_of_their_script(name: str) -> None:
+    """But for what releases of Pillow draw differently."""
+    kept = np.asarray(Image.open(FOLDER / f"{name}.png")).astype(int)
+    drawn = np.asarray(EXAMPLES[name].draw()).astype(int)
+    assert kept.shape == drawn.shape
+    assert np.abs(kept - drawn).mean() < 1
+
+
+def test_every_picture_is_drawn() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(EXAMPLES)
