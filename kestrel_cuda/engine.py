@@ -19,7 +19,7 @@ from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
-from kestrel_cuda.errors import InputError, InternalError
+from kestrel_cuda.errors import DeviceError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
@@ -33,7 +33,7 @@ from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
-from kestrel_cuda.plan import FREE_MARGIN_BYTES, RUN_FLAGS, Flags, Plan, make_plan
+from kestrel_cuda.plan import FREE_MARGIN_BYTES, RUN_FLAGS, DoesNotFit, Flags, Plan, make_plan
 from kestrel_cuda.prompts import PromptEncoder, grids_of
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport
@@ -194,9 +194,8 @@ class Engine:
         if damaged_row is not None and damaged_row.result() is not None:
             raise self.checkpoint.not_finite(embedding.name, f" (row {damaged_row.result()})")
 
-        on_host = plan.embeddings_on == "host"
-        table = backend.map_host(embedding.data) if on_host else backend.to_device(embedding.data)
-        self._embed_host_bytes = embedding.data.nbytes if on_host else 0
+        table = self._place_table(backend, embedding.data, warnings)
+        plan = self.plan
         cache = KvCache(backend, model.text, ctx, config.kv_dtype)
         self._model = TextModel(
             backend,
@@ -234,6 +233,32 @@ class Engine:
             notes=tuple(notes),
             warnings=tuple(warnings),
         )
+
+    def _place_table(self, backend: Backend, table: NDArray[Any], warnings: list[str]) -> Any:
+        """The embedding table where the plan has it; on the device where the driver refuses to map it and it fits.
+
+        Raises DeviceError where it does not fit either.
+        """
+        plan = self.plan
+        assert plan is not None
+        self._embed_host_bytes = 0
+        if plan.embeddings_on == "device":
+            return backend.to_device(table)
+        try:
+            mapped = backend.map_host(table)
+        except DeviceError as refused:
+            wished = replace(self.config, keep=plan.keep, prefetch=plan.prefetch, prefill_chunk=plan.prefill_chunk)
+            try:
+                self.plan = self._plan_for(wished, embeddings_on="device", lowers_prefetch=False)
+            except DoesNotFit as error:
+                raise DeviceError(
+                    f"{refused}, and on the device they do not fit {error.bound} beside the rest; free host memory, "
+                    "raise the limit of locked memory, or keep fewer layers"
+                ) from error
+            warnings.append(f"{refused}: they are on the device")
+            return backend.to_device(table)
+        self._embed_host_bytes = table.nbytes
+        return mapped
 
     def set_window(self, keep: int, policy: Policy, prefetch: int, evict: Evict) -> None:
         """Lay another window over a checkpoint that was loaded with its host copy (`lazy`); 0 keeps everything.

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kestrel_cuda.backends.cpu import CpuBackend
+from kestrel_cuda.checkpoint.names import EMBEDDING
 from kestrel_cuda.config import Policy, Quant
-from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.errors import CheckpointError, DeviceError
 from tests.checkpoints import copy
 from tests.conftest import DATA
 from tests.engines import QUANTS, Engines, generate, random_ids
@@ -105,11 +107,30 @@ def test_memory_that_the_driver_will_not_pin_is_said(
         pin = DeviceMemory.pin
         monkeypatch.setattr(DeviceMemory, "pin", lambda self, array, mapped=False: mapped and pin(self, array))
     else:
-        from kestrel_cuda.backends.cpu import CpuBackend
-
         monkeypatch.setattr(CpuBackend, "host_unpinned_bytes", lambda self: 3 << 20)
     _, said = digest(engines, backend_name, keep=1)
     assert any("the driver refused to pin" in text for text in said)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_an_embedding_table_that_the_driver_will_not_map(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """It goes where weights are if it fits beside what was planned, with the same answer; else one line says so."""
+    engine, load = engines.load(TINY, "cpu", keep=keep)
+    expected = generate(engine, PROMPT, 8).digest
+    table_bytes = engine.checkpoint.tensor(EMBEDDING).data.nbytes
+
+    def refuse(self: object, array: object) -> None:
+        raise DeviceError("the driver refused to map 3 bytes of host memory for the embeddings")
+
+    monkeypatch.setattr(CpuBackend, "map_host", refuse)
+    roomy = load.planned_device_bytes + table_bytes
+    found, said = digest(engines, "cpu", keep=keep, vram_bytes=roomy)
+    assert found == expected
+    assert "the driver refused to map 3 bytes of host memory for the embeddings: they are on the device" in said
+    with pytest.raises(DeviceError, match=r"3 bytes .* on the device they do not fit --vram .*, or keep fewer layers$"):
+        engines.load(TINY, "cpu", keep=keep, vram_bytes=roomy - 1)
 
 
 def test_an_untied_embedding_that_is_not_finite(engines: Engines, backend_name: str, tmp_path: Path) -> None:
