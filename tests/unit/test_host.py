@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kestrel_cuda.backends.base import Slab
+from kestrel_cuda.config import Policy
 from kestrel_cuda.quant.packed import SlabLayout
 from kestrel_cuda.residency.host import RING_SLOTS, StreamedHost
-from tests.fake_backend import layer_layout
+from kestrel_cuda.residency.store import WeightStore
+from kestrel_cuda.residency.window import make_window
+from kestrel_cuda.weight_keys import LM_HEAD_LAYER
+from tests.fake_backend import FakeBackend, head_layout, layer_layout, marker, run_token
 
 L = 9
 
@@ -27,7 +33,7 @@ class FakeFile:
         if layout.layer == self.broken:
             raise OSError("a bad disk")
         self.reads.append(layout.layer)
-        host[:] = layout.layer
+        host[:] = marker(layout.layer)
 
     def advise_ahead(self, layer: int) -> None:
         pass
@@ -102,3 +108,75 @@ def test_the_systems_copy_is_let_go_behind() -> None:
         use(host, layer)
     host.close()
     assert set(file.forgotten) >= set(range(L))
+
+
+class LateBackend(FakeBackend):
+    """Uploads leave host memory when somebody waits for them, not before; until then the slot must not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[int] = []
+        self._lock = threading.Lock()
+        self._num_uploads = 0
+        self._leaving: dict[int, tuple[Slab, NDArray[np.uint8]]] = {}
+
+    def upload(self, slab: Slab, host: NDArray[np.uint8]) -> None:
+        # A ring's slot is met as many layers; which one is seen by what it holds, and checked again where it is read.
+        self._host_layouts[id(host)] = head_layout() if host[0] == marker(LM_HEAD_LAYER) else layer_layout(int(host[0]))
+        with self._lock:
+            super().upload(slab, host)
+            self._leaving[self._num_uploads] = (slab, host)
+            self._num_uploads += 1
+
+    def uploads_done(self) -> Callable[[], None]:
+        count = self._num_uploads
+
+        def wait() -> None:
+            with self._lock:
+                for number in [number for number in self._leaving if number < count]:
+                    self._leave(number)
+                self.left.append(count)
+
+        return wait
+
+    def wait_upload(self, slab: Slab) -> None:
+        with self._lock:
+            for number in [number for number, (into, _) in self._leaving.items() if into is slab]:
+                self._leave(number)
+            super().wait_upload(slab)
+
+    def synchronize(self) -> None:
+        pass
+
+    def _leave(self, number: int) -> None:
+        slab, host = self._leaving.pop(number)
+        self._arriving[id(slab)] = host.copy()
+
+
+@pytest.mark.parametrize("policy", [Policy.PAST_ONLY, Policy.PINNED])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("num_kept", [0, 2])
+def test_a_store_gives_slots_back_when_their_uploads_are_done(policy: Policy, prefetch: int, num_kept: int) -> None:
+    backend, window = LateBackend(), make_window(policy, L, 3, prefetch)
+    assert window is not None
+    layouts = [layer_layout(layer) for layer in range(L)]
+    store = WeightStore(
+        backend,
+        layouts,
+        head_layout(),
+        window=window,
+        preload=False,
+        budget_bytes=1 << 40,  # type: ignore[arg-type]
+    )
+    backend.store = store
+    file = FakeFile()
+    store.stream_from(
+        StreamedHost(file, layouts, window.upload_cycle, num_kept, lambda x: np.zeros(x.num_bytes, np.uint8)),
+        lambda layout, host: file.read_into(layout, host),
+    )
+    for _ in range(6):
+        run_token(store, L)
+    store.close()
+    streamed_uploads = backend.count("upload") - 1
+    assert len(backend.left) >= 6 * (L - 3 - num_kept) - RING_SLOTS
+    assert set(backend.left) <= set(range(2, streamed_uploads + 2)), "each is of the uploads up to its own"
