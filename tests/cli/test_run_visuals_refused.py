@@ -263,7 +263,8 @@ def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
     assert "has 1 frame; at least 2" in refuse("--video", frames(tmp_path / "one", 1), "hi")
     (tmp_path / "empty").mkdir()
     assert "has no frames" in refuse("--video", tmp_path / "empty", "hi")
-    assert refuse("--video", "https://example.com/a.mp4", "hi").startswith("https://example.com/a.mp4 is a URL")
+    for url in ("https://example.com/a.mp4", "rtsp://camera/1", "x-my+own.scheme://a"):
+        assert refuse("--video", url, "hi").startswith(f"{url} is a URL")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kestrel_cuda.config import KvDtype, Quant
+from kestrel_cuda.config import KvDtype, Policy, Quant
 from kestrel_cuda.engine import Engine
 from scripts.make_tiny_model import make_tiny_checkpoint
 from tests.compare import assert_close
@@ -121,8 +121,11 @@ def test_windows_with_wide_groups(shared: Load, load: Load, wide_model: Path, wi
     whole = shared(wide_model, quant=Quant.G256, keep=0, ctx=CTX)
     assert whole._weights is not None
     assert set(whole._weights.quant_by_class.values()) == {"g256"}
-    run = generate(load(wide_model, quant=Quant.G256, ctx=CTX, **window), PROMPT, N)
+    engine = load(wide_model, quant=Quant.G256, ctx=CTX, **window)
+    run = generate(engine, PROMPT, N)
     assert_same_bits(run, generate(whole, PROMPT, N))
+    uploads = 5 - window["keep"] if window["keep"] else 0
+    assert run.residency.h2d_bytes_per_token == uploads * layer_bytes(engine)
 
 
 @pytest.mark.parametrize("quant", NARROW)
@@ -149,7 +152,8 @@ def test_prompts_in_chunks(
 ) -> None:
     prompt = random_ids(70, seed=1)
     expected = generate(shared(wide_model, quant=quant, keep=0, ctx=80), prompt, N)
-    run = generate(load(wide_model, quant=quant, keep=keep, prefill_chunk=chunk, ctx=80), prompt, N)
+    engine = load(wide_model, quant=quant, keep=keep, prefill_chunk=chunk, ctx=80)
+    run = generate(engine, prompt, N)
     if backend_name == "cuda":
         assert_same_bits(run, expected)
     elif quant is Quant.NONE:
@@ -160,7 +164,7 @@ def test_prompts_in_chunks(
     if keep:
         passes = -(-len(prompt) // chunk)
         assert run.residency.layer_uploads[2] == passes + N - 1, "of no tail, and too far on to be fetched ahead"
-        assert run.residency.uploads_per_token == 5 - keep
+        assert run.residency.h2d_bytes_per_token == (5 - keep) * layer_bytes(engine)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -214,8 +218,10 @@ def test_a_context_that_crosses_a_split(
     engine = shared(wide_model, quant=quant, kv=kv, keep=0, ctx=600, prefill_chunk=128)
     expected = generate(engine, prompt, 14)
     assert num_prompt < num_prompt // 256 * 256 + 256 < num_prompt + 14
-    run = generate(load(wide_model, quant=quant, kv=kv, keep=1, ctx=530, prefill_chunk=128), prompt, 14)
+    windowed = load(wide_model, quant=quant, kv=kv, keep=1, ctx=530, prefill_chunk=128)
+    run = generate(windowed, prompt, 14)
     assert_same_bits(run, expected)
+    assert run.residency.h2d_bytes_per_token == 4 * layer_bytes(windowed)
     if backend_name == "cuda":
         for chunk in (77, 512):
             cut = load(wide_model, quant=quant, kv=kv, keep=0, ctx=520, prefill_chunk=chunk)
@@ -294,8 +300,8 @@ class TestOnTheGpu:
             {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "intermediate_size": 256},
             {"hidden_size": 2048, "num_heads": 4, "head_dim": 128, "intermediate_size": 768},
             {"hidden_size": 2304, "num_heads": 8, "head_dim": 64, "intermediate_size": 640},
-            {"hidden_size": 384, "num_heads": 4, "head_dim": 64, "intermediate_size": 4544},
-            {"hidden_size": 2048, "num_heads": 4, "head_dim": 128, "intermediate_size": 4544},
+            {"hidden_size": 384, "num_heads": 4, "head_dim": 64, "intermediate_size": 4608},
+            {"hidden_size": 2048, "num_heads": 4, "head_dim": 128, "intermediate_size": 4608},
         ],
         ids=["128", "256", "2048", "2304", "384-halved", "2048-halved"],
     )
@@ -324,10 +330,13 @@ class TestOnTheGpu:
         assert not engine._model.has_whole_token
         assert_same_bits(asked, generate(load_on_gpu(wide_model, kv=KvDtype.Q8, keep=0, ctx=CTX), PROMPT, N))
 
+    @pytest.mark.parametrize("policy", [Policy.PAST_ONLY, Policy.PINNED])
     @pytest.mark.parametrize("keep", [0, 1, 4])
-    @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
-    def test_a_warm_token_takes_and_gives_back_no_memory(self, load_on_gpu: Load, quant: Quant, keep: int) -> None:
-        engine = load_on_gpu(TINY_28L, quant=quant, keep=keep, ctx=64)
+    @pytest.mark.parametrize("quant", QUANTS)
+    def test_a_warm_token_takes_and_gives_back_no_memory(
+        self, load_on_gpu: Load, quant: Quant, keep: int, policy: Policy
+    ) -> None:
+        engine = load_on_gpu(TINY_28L, quant=quant, keep=keep, policy=policy, ctx=64)
         assert engine.backend is not None
         memory = engine.backend.device_memory  # type: ignore[attr-defined]
         calls, used = [], []
@@ -340,9 +349,12 @@ class TestOnTheGpu:
         assert set(calls[3:]) == {calls[-1]}
         assert set(used[8:]) == {used[-1]}
 
+    @pytest.mark.parametrize("policy", [Policy.PAST_ONLY, Policy.PINNED])
     @pytest.mark.parametrize("keep", [0, 1, 4])
     @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
-    def test_a_warm_token_never_waits_for_the_whole_device(self, load_on_gpu: Load, quant: Quant, keep: int) -> None:
+    def test_a_warm_token_never_waits_for_the_whole_device(
+        self, load_on_gpu: Load, quant: Quant, keep: int, policy: Policy
+    ) -> None:
         """Counted by the driver itself, allocations with it; that it counts is shown first."""
         from cupy.cuda import runtime
 
@@ -355,7 +367,7 @@ class TestOnTheGpu:
         assert control.device_synchronizations >= 1
         assert sum(control.memory_calls.values()) >= 2
 
-        engine = load_on_gpu(TINY_28L, quant=quant, keep=keep, prefetch=2, ctx=64)
+        engine = load_on_gpu(TINY_28L, quant=quant, keep=keep, policy=policy, prefetch=2, ctx=64)
         tokens = iter(engine.generate(PROMPT, 24, ignore_eos=True))
         for _ in range(9):
             next(tokens)

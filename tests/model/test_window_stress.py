@@ -95,6 +95,8 @@ def test_no_order_of_events_changes_a_bit(
         assert run.digest == expected, (keep, prefetch, policy)
         uploads = 28 if policy is Policy.BOTH_SIDES else 28 - keep
         assert run.residency.uploads_per_token == uploads
+        assert engine._weights is not None
+        assert run.residency.h2d_bytes_per_token == uploads * engine._weights.layers[0].num_bytes
         assert run.residency.layers_resident_end == keep
 
 
