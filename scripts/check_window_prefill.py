@@ -1,0 +1,90 @@
+"""What a prompt costs through a window, against the larger of its sums alone and one pass of uploads over the link.
+
+For prompts of several lengths and budgets of device memory the program chooses window and passes by itself. Prints one
+JSON object a line; exit code 1 when a prompt that could be cut as the program wished costs more than --most times the
+bound. Needs a GPU that nothing else uses.
+
+    PYTHONPATH=. python scripts/check_window_prefill.py CHECKPOINT [--vram 1500MiB,2GiB] [--prompts 512,2048,8192]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kestrel_cuda.config import EngineConfig, Quant
+from kestrel_cuda.engine import Engine
+from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.report import LoadReport, ResidencyReport
+from kestrel_cuda.sizes import parse_size
+
+ROUNDS, NEW_TOKENS = 5, 4
+
+
+def prefill(config: EngineConfig, num_prompt: int) -> tuple[LoadReport, ResidencyReport, list[float], float]:
+    """What a load says, a run's residency, the milliseconds of warm prompts, and of plain copies over the link GB/s."""
+    engine = Engine.open(config)
+    prompt = [100 + i % 1000 for i in range(num_prompt)]
+    load = engine.load(num_prompt + NEW_TOKENS, num_prompt)
+    assert engine.backend is not None
+    times_ms = []
+    for _ in range(ROUNDS + 1):
+        generation = engine.generate(prompt, NEW_TOKENS, ignore_eos=True)
+        for _ in generation:
+            pass
+        report = generation.report()
+        times_ms.append(report.timing.prefill_ms)
+    rate = engine.backend.link_rate_gb_per_s()
+    engine.close()
+    assert rate is not None
+    return load, report.residency, times_ms[1:], rate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--vram", default="1500MiB,2GiB", help="budgets, comma-separated")
+    parser.add_argument("--prompts", default="512,2048,8192", help="lengths in tokens, comma-separated")
+    parser.add_argument("--quant", type=Quant, default=Quant.Q8_0)
+    parser.add_argument("--most", type=float, default=1.1, help="times the bound")
+    arguments = parser.parse_args()
+    config = EngineConfig(model=arguments.checkpoint, backend="cuda", quant=arguments.quant)
+    failed = False
+    for num_prompt in map(int, arguments.prompts.split(",")):
+        _, _, resident_ms, _ = prefill(config, num_prompt)
+        for vram in arguments.vram.split(","):
+            line: dict[str, Any] = {"prompt": num_prompt, "vram": vram, "resident_ms": round(median(resident_ms), 2)}
+            budget = EngineConfig(
+                model=arguments.checkpoint, backend="cuda", quant=arguments.quant, vram_bytes=parse_size(vram)
+            )
+            try:
+                load, residency, times_ms, rate = prefill(budget, num_prompt)
+            except DeviceError as error:
+                print(json.dumps(line | {"refused": str(error)}), flush=True)
+                continue
+            pass_ms = residency.h2d_bytes_per_token / rate / 1e6
+            bound_ms = max(median(resident_ms), pass_ms)
+            ratio = median(times_ms) / bound_ms
+            # A window of one layer, and passes that memory alone made short, are what the budget allows.
+            as_wished = load.keep != 1
+            failed |= as_wished and ratio > arguments.most
+            line |= {
+                "keep": load.keep,
+                "rows_a_pass": load.prefill_chunk,
+                "pass_ms": round(pass_ms, 2),
+                "link_gb_per_s": round(rate, 2),
+                "prefill_ms": round(median(times_ms), 2),
+                "spread_ms": round(max(times_ms) - min(times_ms), 2),
+                "times_the_bound": round(ratio, 3),
+                "as_wished": as_wished,
+            }
+            print(json.dumps(line), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
