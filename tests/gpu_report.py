@@ -47,11 +47,18 @@ def write(stats: dict[str, list[Any]], figures: dict[str, float]) -> Path:
         "nvrtc": ".".join(str(part) for part in nvrtc.getVersion()),
         "date": datetime.now(UTC).date().isoformat(),
         "counts": counts,
+        "skips": {report.nodeid: skip_reason(report) for report in stats.get("skipped", [])},
         "figures": dict(sorted(figures.items())),
         "digest": gpu_digest(),
     }
     REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return REPORT
+
+
+def skip_reason(report: Any) -> str:
+    """Why a test, or a file at collection, was skipped; pytest has it as (file, line, words)."""
+    where = report.longrepr
+    return where[2].removeprefix("Skipped: ") if isinstance(where, tuple) else str(where)
 
 
 def _driver_version() -> str:

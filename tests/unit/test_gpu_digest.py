@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scripts import gpu_digest
+from tests.gpu_report import skip_reason
 
 
 @pytest.fixture
@@ -54,3 +56,8 @@ def test_check_says_when_the_report_is_missing_stale_or_current(
     report.write_text(json.dumps(content | {"digest": gpu_digest.gpu_digest()}))
     assert gpu_digest.main() == 0
     assert "current: a card, 2026-11-29" in capsys.readouterr().out
+
+
+def test_a_skip_is_reported_with_its_reason() -> None:
+    assert skip_reason(SimpleNamespace(longrepr=("tests/a.py", 3, "Skipped: no such card"))) == "no such card"
+    assert skip_reason(SimpleNamespace(longrepr="in words")) == "in words"
