@@ -48,7 +48,7 @@ class TestEmbeddedModel:
             *((keep, policy) for keep in (4, 1) for policy in ("past-only", "both-sides")),
         ]
         assert len({(row["ids_hash"], row["logits_sha256"]) for row in rows}) == 1
-        assert [row["h2d_bytes_per_token"] // 65280 for row in rows] == [0, 8, 12, 11, 12]
+        assert [row["h2d_bytes_per_token"] // 208896 for row in rows] == [0, 8, 12, 11, 12]
 
     def test_one_window_of_what_fits(self, run: Run) -> None:
         exit_code, out, err = run("--quiet")
@@ -58,16 +58,16 @@ class TestEmbeddedModel:
         assert out.splitlines()[-1] == "ids of every round: equal to the bit"
 
     def test_a_bound_chooses_a_window(self, run: Run) -> None:
-        exit_code, out, err = run("--vram", "600KiB", "--policy", "past-only", "--json")
+        exit_code, out, err = run("--vram", "1650KiB", "--policy", "past-only", "--json")
         assert exit_code == 0
         (row,) = json.loads(out)["rows"]
         assert row["keep"] == 2
-        assert row["peak_device_bytes"] <= 600 << 10
+        assert row["peak_device_bytes"] <= 1650 << 10
         assert "a window of --keep 2 of 12 layers is used" in err
 
     def test_a_window_that_does_not_fit_is_refused_by_its_size(self, run: Run) -> None:
         exit_code, out, err = run(
-            "--vram", "600KiB", "--sweep-keep", "--keeps", "1,5", "--policy", "past-only", "--quiet"
+            "--vram", "1650KiB", "--sweep-keep", "--keeps", "1,5", "--policy", "past-only", "--quiet"
         )
         assert (exit_code, out) == (2, "")
         assert err.startswith("kestrel-cuda: keeping 5 of 12 layers resident needs ")
@@ -81,10 +81,10 @@ class TestEmbeddedModel:
         assert {row["logits_sha256"] for row in (*fresh, *saved, *found)} == {fresh[0]["logits_sha256"]}
 
     def test_more_tokens_than_positions_are_refused(self, run: Run) -> None:
-        assert run("--prompt-tokens", "4096", "-n", "4", "--quiet") == (
+        assert run("--prompt-tokens", "2048", "-n", "4", "--quiet") == (
             2,
             "",
-            "kestrel-cuda: 4096 prompt tokens and 4 new ones are over the 4096 positions this model has; "
+            "kestrel-cuda: 2048 prompt tokens and 4 new ones are over the 2048 positions this model has; "
             "lower --prompt-tokens or --new-tokens\n",
         )
 
