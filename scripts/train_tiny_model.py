@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, help="folder of an earlier state, where it is not --out")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; 0 trains nothing")
     parser.add_argument("--total-steps", type=int, default=60_000, help="steps of all runs together")
-    parser.add_argument("--batch-size", type=int, default=512, help="items a step; may change between runs")
+    parser.add_argument("--batch-size", type=int, default=1024, help="items a step; may change between runs")
     parser.add_argument("--rate", type=float, default=0.02, help="the highest learning rate of matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=15, help="processes that make data")

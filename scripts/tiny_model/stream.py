@@ -12,19 +12,19 @@ from scripts.tiny_model.text_tasks import TEXT_TASKS
 TASKS: dict[str, Maker] = PICTURE_TASKS | TEXT_TASKS
 
 SHARES = {
-    "colour": 9,
+    "colour": 8,
     "shape": 9,
-    "count": 13,
-    "position": 11,
+    "count": 12,
+    "position": 9,
     "describe": 13,
-    "read": 20,
-    "compare": 10,
-    "self": 3,
-    "keep": 3,
-    "sum": 4,
-    "echo": 2,
+    "read": 28,
+    "compare": 13,
+    "self": 2,
+    "keep": 2,
+    "sum": 3,
+    "echo": 3,
     "reverse": 4,
-    "unknown": 3,
+    "unknown": 2,
 }
 """How often each task comes; what is hard to learn comes more often."""
 
