@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.tiny_model.scenes import COLOURS, Background, Scene, Shape
-from scripts.tiny_model.words import Printed
 
 _WHITE = Background((255, 255, 255), (255, 255, 255))
 _SAND = Background((238, 228, 205), (238, 228, 205))
-_NIGHT = Background((24, 30, 52), (60, 70, 110))
 
 
 def _shape(colour: str, kind: str, x: float, y: float, radius: float, angle: float = 0.0) -> Shape:
@@ -46,14 +44,12 @@ SHAPES = Scene(
         _shape("green", "triangle", 262, 96, 44),
     ),
 )
-WORD = Printed("falcon", 224, 96, _NIGHT, (250, 235, 120), 48, 112, 48, 0.0, False, 0, 0)
 ONE_CIRCLE = _circles(160, 160, _WHITE, [("blue", 84, 70, 40)])
 TWO_CIRCLES = _circles(192, 128, _SAND, [("red", 50, 64, 30), ("black", 140, 60, 34)])
 
-EXAMPLES: dict[str, Scene | Printed] = {
+EXAMPLES: dict[str, Scene] = {
     "three-circles": THREE_CIRCLES,
     "shapes": SHAPES,
-    "word": WORD,
     "one-circle": ONE_CIRCLE,
     "two-circles": TWO_CIRCLES,
 }
