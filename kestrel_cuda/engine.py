@@ -152,7 +152,9 @@ class Engine:
             held=self._encoder.held() if self._encoder else (),
             flags=flags,
         )
-        plan = self._plan_for(config, lowers_prefetch=lowers_prefetch)
+        self.plan = self._plan_for(config, lowers_prefetch=lowers_prefetch)
+        mapped_table = self._map_table(backend, embedding.data, lowers_prefetch, warnings)
+        plan = self.plan
         notes += plan.notes
         warnings += plan.warnings
         if config.quant is Quant.G256:
@@ -161,7 +163,7 @@ class Engine:
                 notes.append(f"groups stay at 32 where 256 does not divide the inputs: {', '.join(narrow)}")
         if config.vram_bytes is None:
             self._read_gb_per_s = backend.read_rate_gb_per_s()
-        self.plan, self._weights = plan, weights
+        self._weights = weights
 
         window = make_window(config.policy, model.text.num_layers, plan.keep, plan.prefetch)
         store = WeightStore(
@@ -194,8 +196,7 @@ class Engine:
         if damaged_row is not None and damaged_row.result() is not None:
             raise self.checkpoint.not_finite(embedding.name, f" (row {damaged_row.result()})")
 
-        table = self._place_table(backend, embedding.data, warnings)
-        plan = self.plan
+        table = backend.to_device(embedding.data) if mapped_table is None else mapped_table
         cache = KvCache(backend, model.text, ctx, config.kv_dtype)
         self._model = TextModel(
             backend,
@@ -234,29 +235,29 @@ class Engine:
             warnings=tuple(warnings),
         )
 
-    def _place_table(self, backend: Backend, table: NDArray[Any], warnings: list[str]) -> Any:
-        """The embedding table where the plan has it; on the device where the driver refuses to map it and it fits.
+    def _map_table(
+        self, backend: Backend, table: NDArray[Any], lowers_prefetch: bool, warnings: list[str]
+    ) -> Any | None:
+        """The embedding table in host memory, if the plan has it there.
 
-        Raises DeviceError where it does not fit either.
+        Where the driver refuses to map it, everything is planned again with the table on the device. Raises DeviceError
+        when that does not fit.
         """
-        plan = self.plan
-        assert plan is not None
+        assert self.plan is not None
         self._embed_host_bytes = 0
-        if plan.embeddings_on == "device":
-            return backend.to_device(table)
+        if self.plan.embeddings_on == "device":
+            return None
         try:
             mapped = backend.map_host(table)
         except DeviceError as refused:
-            wished = replace(self.config, keep=plan.keep, prefetch=plan.prefetch, prefill_chunk=plan.prefill_chunk)
             try:
-                self.plan = self._plan_for(wished, embeddings_on="device", lowers_prefetch=False)
+                self.plan = self._plan_for(self.config, embeddings_on="device", lowers_prefetch=lowers_prefetch)
             except DoesNotFit as error:
                 raise DeviceError(
-                    f"{refused}, and on the device they do not fit {error.bound} beside the rest; free host memory, "
-                    "raise the limit of locked memory, or keep fewer layers"
+                    f"{refused}; free host memory, or raise the limit of locked memory: on the device {error}"
                 ) from error
             warnings.append(f"{refused}: they are on the device")
-            return backend.to_device(table)
+            return None
         self._embed_host_bytes = table.nbytes
         return mapped
 

@@ -207,8 +207,8 @@ class _Planner:
                 warnings.append(f"{too_many}: {num_layers} are kept")
         elif best and not self.flags.lays:
             notes.append(
-                f"the weights do not fit {self.bound(0)} whole: a window of {self.flags.keep} {best} of {num_layers} "
-                "layers is used"
+                f"the weights do not fit {self.bound(0)} whole, with room for passes over the prompt: a window of "
+                f"{self.flags.keep} {best} of {num_layers} layers is used"
             )
         if not self.fits(keep) and not self.fits(keep, chunk=LEAST_CHUNK):
             raise self._does_not_fit(keep, best)
@@ -361,6 +361,9 @@ class _Planner:
             advice.append("--quant q4_0")
         parts = ", ".join(f"{what} {format_size(b)}" for what, b in rows if b)
         message = f"{self.bound(1)} cannot hold even a window of one layer; {least} would ({parts})"
+        if self.config.keep not in (None, 1) and not self.breaks_budget(1):
+            asked = min(self.config.keep or 0, self.text.num_layers)
+            message += f", {self.flags.keep} {asked or 'off'} takes --vram {_enough(self.needed_bytes(asked))}"
         if advice:
             message += f"; {' or '.join(advice)} needs less"
         return _NothingFits(message, self.bound(1))

@@ -18,7 +18,7 @@ from typing import Any
 
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.errors import DeviceError, KestrelError
 from kestrel_cuda.report import LoadReport, ResidencyReport
 from kestrel_cuda.sizes import parse_size
 
@@ -44,22 +44,39 @@ def prefill(config: EngineConfig, num_prompt: int) -> tuple[LoadReport, Residenc
     return load, report.residency, times_ms[1:], rate
 
 
+def budgets(text: str) -> dict[str, int]:
+    return {size: parse_size(size) for size in text.split(",")}
+
+
+def lengths(text: str) -> list[int]:
+    return [int(length) for length in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--vram", default="1500MiB,2GiB", help="budgets, comma-separated")
-    parser.add_argument("--prompts", default="512,2048,8192", help="lengths in tokens, comma-separated")
+    parser.add_argument("--vram", type=budgets, default="1500MiB,2GiB", help="budgets, comma-separated")
+    parser.add_argument("--prompts", type=lengths, default="512,2048,8192", help="in tokens, comma-separated")
     parser.add_argument("--quant", type=Quant, default=Quant.Q8_0)
     parser.add_argument("--most", type=float, default=1.1, help="times the bound")
     arguments = parser.parse_args()
+    try:
+        return check(arguments)
+    except KestrelError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """The lines; 1 where a prompt cost too much. Raises KestrelError where nothing can be measured."""
     config = EngineConfig(model=arguments.checkpoint, backend="cuda", quant=arguments.quant)
     failed = False
-    for num_prompt in map(int, arguments.prompts.split(",")):
+    for num_prompt in arguments.prompts:
         _, _, resident_ms, _ = prefill(config, num_prompt)
-        for vram in arguments.vram.split(","):
+        for vram, vram_bytes in arguments.vram.items():
             line: dict[str, Any] = {"prompt": num_prompt, "vram": vram, "resident_ms": round(median(resident_ms), 2)}
             budget = EngineConfig(
-                model=arguments.checkpoint, backend="cuda", quant=arguments.quant, vram_bytes=parse_size(vram)
+                model=arguments.checkpoint, backend="cuda", quant=arguments.quant, vram_bytes=vram_bytes
             )
             try:
                 load, residency, times_ms, rate = prefill(budget, num_prompt)

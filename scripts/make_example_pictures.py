@@ -5,6 +5,7 @@ PYTHONPATH=. python scripts/make_example_pictures.py scripts/examples
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,11 +56,19 @@ EXAMPLES: dict[str, Scene] = {
 }
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in EXAMPLES.items():
-        picture.draw().save(folder / f"{name}.png", optimize=True)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path, help="where to")
+    folder = parser.parse_args().folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in EXAMPLES.items():
+            picture.draw().save(folder / f"{name}.png", optimize=True)
+    except OSError as error:
+        print(f"{folder}: {error.strerror}; give a folder that can be written", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main())

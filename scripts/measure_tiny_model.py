@@ -171,10 +171,14 @@ def main() -> int:
     if absent:
         print(f"{absent} is not installed; give --no-transformers to measure kestrel-cuda alone", file=sys.stderr)
         return 2
+    if arguments.items < 1:
+        parser.error(f"--items {arguments.items}: needed: at least 1")
     try:
+        if arguments.wrong:
+            arguments.wrong.touch()
         engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend=arguments.backend))
         asked = questions(engine, arguments.items)
-    except KestrelError as error:
+    except (KestrelError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     answers: dict[str, list[str]] = {}

@@ -31,6 +31,10 @@ def check_writable(path: Path, read: Iterable[tuple[str, os.stat_result]] = ()) 
                     f"--logits {shown_path(path)}: not a file; needed: the path of one, or of nothing yet"
                 )
             status = target.stat()
+            if any(os.path.samestat(status, os.fstat(stream)) for stream in _open_outputs()):
+                raise SettingError(
+                    f"--logits {shown_path(path)}: the answer and the report are written there; give another path"
+                )
             for label, other in read:
                 if os.path.samestat(status, other):
                     raise SettingError(
@@ -45,6 +49,16 @@ def check_writable(path: Path, read: Iterable[tuple[str, os.stat_result]] = ()) 
         temporary = _temporary(target)
         temporary.touch(exist_ok=False)
         temporary.unlink()
+
+
+def _open_outputs() -> Iterator[int]:
+    """Standard output and standard error, those that are open."""
+    for stream in (1, 2):
+        try:
+            os.fstat(stream)
+        except OSError:
+            continue
+        yield stream
 
 
 def save(path: Path, prompt_logits: NDArray[np.float32], step_logits: NDArray[np.float32]) -> None:
