@@ -134,7 +134,7 @@ class VisualEncoder:
             return fewer if all(visual.kind == "video" for visual in visuals) else f"{fewer}, or smaller pictures"
         fitting = self._most_tokens(num_tokens, room_bytes, dtype)
         if not fitting:
-            return "no picture fits"
+            return "not even the smallest picture would fit: give more memory, or leave pictures out"
         if least_tokens is None:
             return f"a single one of at most {fitting} tokens would fit (max_pixels in the conversation)"
         if fitting < least_tokens:

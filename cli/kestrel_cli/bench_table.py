@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import Box
@@ -74,7 +75,7 @@ class _Column:
 
 def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     """What the figures below hold for, a line each."""
-    yield "model", f"{report.rows[0].model}, {report.rows[0].quant}"
+    yield "model", f"{Path(report.rows[0].model).name}, {report.rows[0].quant}"
     yield "card", f"{report.card} ({report.backend} backend)"
     yield "sizes", f"prompt {report.prompt_tokens} tokens, answer {report.new_tokens} tokens, rounds {report.rounds}"
     windows = _windows(report.rows)

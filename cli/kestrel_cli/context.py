@@ -56,5 +56,6 @@ def context_of(
     if wanted <= room:
         return Context(num_slots, wanted, None)
     what = f"the model's {max_positions} positions" if asked is None else f"{num_slots} of context (--ctx)"
-    warning = f"at most {room} new tokens, not {wanted}: {what} less {num_prompt_tokens} of the prompt"
+    tokens = "token" if room == 1 else "tokens"
+    warning = f"at most {room} new {tokens}, not {wanted}: {what} less {num_prompt_tokens} of the prompt"
     return Context(num_slots, room, warning)

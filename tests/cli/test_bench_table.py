@@ -13,7 +13,7 @@ from tests.cli.bench_reports import FREED, OFF, ONE, PINNED, REPORT
 
 def test_a_sweep() -> None:
     assert bench_text(REPORT, fancy=False) == (
-        "model        /models/Qwen3-VL-2B-Instruct, q8_0\n"
+        "model        Qwen3-VL-2B-Instruct, q8_0\n"
         "card         NVIDIA H200 (cuda backend)\n"
         "sizes        prompt 16 tokens, answer 24 tokens, rounds 5\n"
         "window       policy past-only, evict pool, prefetch 2\n"
@@ -121,4 +121,4 @@ def test_a_terminal_gets_bold_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_are_never_escapes() -> None:
     text = bench_text(replace(REPORT, rows=(replace(OFF, model="/m/\x1b[31m[b]x\n"),)), fancy=False)
-    assert text.startswith("model        /m/\\x1b[31m[b]x\\n, q8_0\n")
+    assert text.startswith("model        \\x1b[31m[b]x\\n, q8_0\n")

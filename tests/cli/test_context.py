@@ -62,5 +62,6 @@ def test_a_context_too_small_for_all_new_tokens_is_said(kestrel: CommandLine, ct
     ran = kestrel("run", "hi", "--json", "-c", ctx)
     assert ran.engine is not None
     assert (ran.engine.calls["ctx"], ran.engine.calls["generate"][1]) == (int(ctx), room)
-    warning = f"at most {room} new tokens, not 256: {ctx} of context (--ctx) less 3 of the prompt"
+    tokens = "token" if room == 1 else "tokens"
+    warning = f"at most {room} new {tokens}, not 256: {ctx} of context (--ctx) less 3 of the prompt"
     assert warning in ran.json["warnings"]

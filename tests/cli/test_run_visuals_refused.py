@@ -223,7 +223,7 @@ def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
     [
         ("1MiB", "--image-tokens 5 would fit a single one"),
         ("850KiB", "a single one of at most 2 would fit, and pictures have at least 4 (--min-pixels)"),
-        ("100KiB", "no picture fits"),
+        ("100KiB", "not even the smallest picture would fit: give more memory, or leave pictures out"),
     ],
 )
 def test_a_picture_without_room_to_encode_it(refuse: Refuse, vram: str, advice: str) -> None:
