@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,18 +76,15 @@ def check(arguments: argparse.Namespace) -> int:
         _, _, resident_ms, _ = prefill(config, num_prompt)
         for vram, vram_bytes in arguments.vram.items():
             line: dict[str, Any] = {"prompt": num_prompt, "vram": vram, "resident_ms": round(median(resident_ms), 2)}
-            budget = EngineConfig(
-                model=arguments.checkpoint, backend="cuda", quant=arguments.quant, vram_bytes=vram_bytes
-            )
             try:
-                load, residency, times_ms, rate = prefill(budget, num_prompt)
+                load, residency, times_ms, rate = prefill(replace(config, vram_bytes=vram_bytes), num_prompt)
             except DeviceError as error:
                 print(json.dumps(line | {"refused": str(error)}), flush=True)
                 continue
             pass_ms = residency.h2d_bytes_per_token / rate / 1e6
             bound_ms = max(median(resident_ms), pass_ms)
             ratio = median(times_ms) / bound_ms
-            # A window of one layer, and passes that memory alone made short, are what the budget allows.
+            # A window of one layer has whatever passes the budget allows.
             as_wished = load.keep != 1
             failed |= as_wished and ratio > arguments.most
             line |= {

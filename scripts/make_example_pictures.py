@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.tiny_model.scenes import COLOURS, Background, Scene, Shape
@@ -16,43 +15,19 @@ _WHITE = Background((255, 255, 255), (255, 255, 255))
 _SAND = Background((238, 228, 205), (238, 228, 205))
 
 
-def _shape(colour: str, kind: str, x: float, y: float, radius: float, angle: float = 0.0) -> Shape:
-    return Shape(kind, colour, COLOURS[colour][0], x, y, radius, angle)
+def _scene(width: int, height: int, ground: Background, *shapes: tuple[str, str, float, float, float]) -> Scene:
+    """`shapes` are (colour, kind, x, y, radius), upright."""
+    drawn = (Shape(kind, colour, COLOURS[colour][0], x, y, radius, 0.0) for colour, kind, x, y, radius in shapes)
+    return Scene(width, height, ground, tuple(drawn))
 
 
-def _circles(width: int, height: int, ground: Background, places: Sequence[tuple[str, float, float, float]]) -> Scene:
-    return Scene(width, height, ground, tuple(_shape(colour, "circle", *place) for colour, *place in places))
-
-
-THREE_CIRCLES = Scene(
-    256,
-    192,
-    _WHITE,
-    (
-        _shape("red", "circle", 60, 58, 34),
-        _shape("blue", "circle", 128, 140, 30),
-        _shape("green", "circle", 204, 52, 26),
-        _shape("orange", "square", 42, 150, 28, 0.3),
-    ),
-)
-SHAPES = Scene(
-    320,
-    160,
-    _SAND,
-    (
-        _shape("purple", "star", 55, 82, 42),
-        _shape("yellow", "ring", 160, 60, 38),
-        _shape("green", "triangle", 262, 96, 44),
-    ),
-)
-ONE_CIRCLE = _circles(160, 160, _WHITE, [("blue", 84, 70, 40)])
-TWO_CIRCLES = _circles(192, 128, _SAND, [("red", 50, 64, 30), ("black", 140, 60, 34)])
-
+_CIRCLES = (("red", "circle", 60, 58, 34), ("blue", "circle", 128, 140, 30), ("green", "circle", 204, 52, 26))
+_SHAPES = (("purple", "star", 55, 82, 42), ("yellow", "ring", 160, 60, 38), ("green", "triangle", 262, 96, 44))
 EXAMPLES: dict[str, Scene] = {
-    "three-circles": THREE_CIRCLES,
-    "shapes": SHAPES,
-    "one-circle": ONE_CIRCLE,
-    "two-circles": TWO_CIRCLES,
+    "three-circles": _scene(256, 192, _WHITE, *_CIRCLES, ("orange", "square", 42, 150, 28)),
+    "shapes": _scene(320, 160, _SAND, *_SHAPES),
+    "one-circle": _scene(160, 160, _WHITE, ("blue", "circle", 84, 70, 40)),
+    "two-circles": _scene(192, 128, _SAND, ("red", "circle", 50, 64, 30), ("black", "circle", 140, 60, 34)),
 }
 
 

@@ -174,10 +174,10 @@ def main() -> int:
     if arguments.items < 1:
         parser.error(f"--items {arguments.items}: needed: at least 1")
     try:
-        if arguments.wrong:
-            arguments.wrong.touch()
         engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend=arguments.backend))
         asked = questions(engine, arguments.items)
+        if arguments.wrong:
+            arguments.wrong.touch()  # before an hour is spent on what cannot be written
     except (KestrelError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

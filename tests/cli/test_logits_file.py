@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from kestrel_cli.signals import Interrupted
 from kestrel_cuda.errors import DeviceError, SettingError
 from tests.cli.conftest import CommandLine
 
+ROOT = Path(__file__).resolve().parents[2]
 IDS = [10, 11, 12, 99]
 
 
@@ -198,3 +201,17 @@ def test_a_variable_that_names_the_picture(kestrel: CommandLine, tmp_path: Path)
     ran = kestrel("run", "hi", "--quiet", "--logits", str(tmp_path / "a.png"), variables=variables)
     assert ran.exit_code == 2
     assert "what the run reads (KESTREL_CUDA_IMAGE)" in ran.err
+
+
+def test_the_answer_is_not_written_over(tmp_path: Path) -> None:
+    """Standard output is a file, and --logits names it."""
+    file = tmp_path / "answer.txt"
+    command = [sys.executable, "-m", "kestrel_cuda", "run", "hi", "--backend", "cpu", "--logits", str(file)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"}
+    with file.open("wb") as out:
+        ran = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=environment, timeout=60, check=False)
+    assert ran.returncode == 2
+    (line,) = ran.stderr.decode().splitlines()
+    assert line.endswith("the answer and the report are written there; give another path")
+    assert "TOKIDS" not in line
+    assert list(tmp_path.iterdir()) == [file]

@@ -161,12 +161,12 @@ def test_a_store_gives_slots_back_when_their_uploads_are_done(policy: Policy, pr
     assert window is not None
     layouts = [layer_layout(layer) for layer in range(L)]
     store = WeightStore(
-        backend,
+        backend,  # type: ignore[arg-type]
         layouts,
         head_layout(),
         window=window,
         preload=False,
-        budget_bytes=1 << 40,  # type: ignore[arg-type]
+        budget_bytes=1 << 40,
     )
     backend.store = store
     file = FakeFile()

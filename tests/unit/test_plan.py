@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import MemoryInfo
-from kestrel_cuda.config import EngineConfig, KvDtype, ModelConfig, Policy, Quant, TextConfig
+from kestrel_cuda.config import KvDtype, ModelConfig, Policy, Quant
 from kestrel_cuda.errors import DeviceError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.weights import plan_weights
@@ -19,77 +18,16 @@ from kestrel_cuda.plan import (
     GRAPH_BYTES,
     HIDING_CHUNK,
     RESIDENT_CHUNK,
-    RUN_FLAGS,
     TILE_ROWS,
     USUAL_CHUNK,
     WINDOW_CHUNK,
     DoesNotFit,
     Flags,
-    Plan,
-    make_plan,
     seeds_budget_bytes,
 )
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.sizes import format_size
-
-MIB, GIB = 1 << 20, 1 << 30
-L = 28
-TEXT = TextConfig(
-    hidden_size=2048,
-    num_layers=L,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=6144,
-    vocab_size=151936,
-    rms_norm_eps=1e-6,
-    rope_theta=5e6,
-    mrope_section=(24, 20, 20),
-    max_positions=262144,
-)
-EMBEDDING_BYTES = 2 * TEXT.vocab_size * TEXT.hidden_size
-DRIVER_BYTES = 500 * MIB
-
-
-def plan(
-    text: TextConfig = TEXT,
-    *,
-    free: int = 140 * GIB,
-    used: int = DRIVER_BYTES,
-    ctx: int = 1024,
-    num_prompt: int = 512,
-    on_gpu: bool = True,
-    collects_logits: bool = False,
-    lowers_prefetch: bool = True,
-    flags: Flags = RUN_FLAGS,
-    **config: Any,
-) -> Plan:
-    """A plan for the 2B shape on a card with `free` bytes left; nothing is fetched ahead unless asked."""
-    model = ModelConfig("Qwen3VLForConditionalGeneration", text, True, None, None, None)
-    engine = EngineConfig(model=Path("model"), **{"prefetch": 0, "policy": Policy.PAST_ONLY} | config)
-    weights = plan_weights(model, engine.quant, lambda key: Element.BF16)
-    return make_plan(
-        engine,
-        model,
-        weights,
-        MemoryInfo(free, free + used, 0, 0, used if on_gpu else 0),
-        ctx=ctx,
-        num_prompt=num_prompt,
-        embedding_bytes=EMBEDDING_BYTES,
-        on_gpu=on_gpu,
-        collects_logits=collects_logits,
-        lowers_prefetch=lowers_prefetch,
-        flags=flags,
-    )
-
-
-def row(made: Plan, beginning: str) -> int:
-    return next(num_bytes for what, num_bytes in made.rows if what.startswith(beginning))
-
-
-def layer_bytes(quant: Quant = Quant.Q8_0) -> int:
-    model = ModelConfig("", TEXT, True, None, None, None)
-    return plan_weights(model, quant, lambda key: Element.BF16).layers[0].num_bytes
+from tests.plans import DRIVER_BYTES, EMBEDDING_BYTES, GIB, MIB, TEXT, L, layer_bytes, plan, row
 
 
 def test_a_large_card_keeps_everything() -> None:
@@ -165,23 +103,6 @@ def test_an_explicit_keep_is_kept_though_more_would_fit(asked: int) -> None:
     assert plan(keep=0).keep == 0
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 5, 100])
-def test_layers_fetched_ahead_need_room(prefetch: int) -> None:
-    for keep in (1, 4, 13, 27):
-        peak = min(L, 2 * keep + prefetch)
-        assert row(plan(keep=keep, prefetch=prefetch), f"weights of {peak} of {L}") == peak * layer_bytes()
-    assert plan(prefetch=prefetch).rows == plan().rows, "without a window nothing is fetched"
-    bound = 2 * GIB
-    made = plan(vram_bytes=bound, prefetch=2)
-    assert made.keep == plan(vram_bytes=bound).keep - 1
-    asked = plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1)
-    assert (asked.keep, asked.prefetch) == (made.keep + 1, 1 if asked.total_bytes > bound - layer_bytes() else 0)
-    with pytest.raises(DeviceError, match=f"--keep {made.keep} fits"):
-        plan(vram_bytes=bound, prefetch=2, keep=made.keep + 2)
-    with pytest.raises(DeviceError, match=f"--keep {made.keep} fits"):
-        plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1, lowers_prefetch=False)
-
-
 @pytest.mark.parametrize("asked", [29, 99])
 def test_a_keep_above_the_model_is_the_model(asked: int) -> None:
     made = plan(keep=asked)
@@ -252,6 +173,17 @@ def test_a_cache_budget_too_small_for_one_layer_is_named(prefetch: int, advice: 
         f"weights of {2 + prefetch} of 28 layers at the peak {format_size(row(least, 'weights'))}, lm_head "
     )
     assert f"); {advice}" in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_refusal_names_what_the_window_that_was_asked_for_takes(keep: int) -> None:
+    with pytest.raises(DeviceError) as caught:
+        plan(vram_bytes=600 * MIB, keep=keep)
+    found = re.search(rf", --keep {keep or 'off'} takes --vram (\d+)MiB;", str(caught.value))
+    assert found
+    assert plan(vram_bytes=int(found[1]) * MIB, keep=keep).keep == keep
+    with pytest.raises(DeviceError):
+        plan(vram_bytes=(int(found[1]) - 1) * MIB, keep=keep)
 
 
 def test_a_refusal_advises_what_the_caller_has() -> None:
@@ -369,45 +301,3 @@ def test_room_for_the_prompts_logits_is_planned() -> None:
     without, with_logits = plan(num_prompt=1000), plan(num_prompt=1000, collects_logits=True)
     assert row(with_logits, "prompt rows kept") == 4 * 1000 * TEXT.hidden_size
     assert with_logits.total_bytes == without.total_bytes + 4 * 1000 * TEXT.hidden_size
-
-
-@pytest.mark.parametrize(("room_layers", "used"), [(3, 2), (2, 1), (1, 0)])
-def test_fewer_layers_are_fetched_ahead_where_the_wanted_number_does_not_fit(room_layers: int, used: int) -> None:
-    least = plan(vram_bytes=None, keep=1, prefetch=0, policy=Policy.PINNED, prefill_chunk=16)
-    # keep 1 has two layers at its peak: the fixed one and the one in use.
-    needed = least.total_bytes - row(least, "embeddings") + (room_layers - 1) * layer_bytes()
-    made = plan(vram_bytes=needed, keep=1, prefetch=2, policy=Policy.PINNED, prefill_chunk=16)
-    assert made.prefetch == used
-    assert made.total_bytes <= needed
-    lowered = [w for w in made.warnings if w.startswith("--prefetch 2 does not fit")]
-    assert len(lowered) == (used < 2)
-    assert all(f"--prefetch {used} is used" in warning for warning in lowered)
-    if used == 0:
-        with pytest.raises(
-            DeviceError, match=r"cannot hold even a window of one layer; --vram .* a smaller --ctx, --pre"
-        ):
-            plan(vram_bytes=needed - 1, keep=1, prefetch=2, policy=Policy.PINNED, prefill_chunk=16)
-        with pytest.raises(DeviceError, match="a smaller --ctx, --prefetch, --prefill-chunk or"):
-            plan(vram_bytes=needed, prefetch=2, policy=Policy.PINNED, prefill_chunk=16, lowers_prefetch=False)
-
-
-@pytest.mark.parametrize(
-    ("keep", "prefetch", "said"),
-    [
-        (4, 24, ()),
-        (4, 25, ("--prefetch 25 is more than the 24 layers that are uploaded again: no more are fetched ahead",)),
-        (27, 2, ()),  # the default, whatever the window
-        (27, 3, ("--prefetch 3 is more than the 1 layer that is uploaded again: no more are fetched ahead",)),
-        (28, 999, ("--prefetch 999 has nothing to fetch: no layer is uploaded again",)),
-        (0, 999, ()),
-    ],
-)
-def test_more_ahead_than_a_window_uploads_is_said(keep: int, prefetch: int, said: tuple[str, ...]) -> None:
-    assert plan(keep=keep, prefetch=prefetch).warnings == said
-    assert plan(keep=keep, prefetch=prefetch, flags=Flags(lays=True)).warnings == ()
-
-
-def test_an_absurd_prefetch_is_refused_as_fast_as_any() -> None:
-    with pytest.raises(DeviceError, match="cannot hold even a window of one layer"):
-        plan(vram_bytes=MIB, prefetch=10**9)
-    assert plan(vram_bytes=2 * GIB, keep=1, prefetch=10**9).prefetch in range(L)

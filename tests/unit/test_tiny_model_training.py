@@ -135,3 +135,17 @@ def test_a_loss_that_is_no_number_ends_the_run_without_a_state(
         run(trainer, arguments, lambda **values: lines.append(values))
     assert [line["loss"] for line in lines] == logged
     assert not trainer.saved
+
+
+def test_a_step_of_muon_is_along_a_nearly_orthogonal_matrix(torch: Any) -> None:
+    """Singular values around 1, whatever those of the momentum, in either orientation and for several at once."""
+    from scripts.tiny_model.optimizer import orthogonal
+
+    momenta = torch.randn(3, 64, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 1, 24)
+    for matrices in (momenta, momenta.mT):
+        along = orthogonal(matrices)
+        assert along.shape == matrices.shape
+        values = torch.linalg.svdvals(along)
+        assert values.max() < 1.3
+        assert values.median() > 0.6
+        assert (along * matrices).sum() > 0
