@@ -81,3 +81,15 @@ def finish(generation: Generation) -> Run:
 def random_ids(num_ids: int, seed: int = 0) -> list[int]:
     """Ids of ordinary tokens of the small tokenizer."""
     return [int(i) for i in np.random.default_rng(seed).integers(1, 600, num_ids)]
+
+
+def layer_bytes(engine: Engine) -> int:
+    assert engine._weights is not None
+    sizes = {layout.num_bytes for layout in engine._weights.layers}
+    assert len(sizes) == 1
+    return sizes.pop()
+
+
+def head_bytes(engine: Engine) -> int:
+    assert engine._weights is not None
+    return engine._weights.lm_head.num_bytes
