@@ -19,6 +19,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for name in library.kernel_files():
+        if library.FEATURE_ARCHITECTURES.get(name, args.arch) != args.arch:
+            continue
         cubin, _ = library.compile_cubin(name, args.arch)
         path = args.out / f"{name}.cubin"
         path.write_bytes(cubin)

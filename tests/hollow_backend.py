@@ -263,12 +263,14 @@ def launch_everything(cuda: Any) -> FakeLibrary:
     backend = hollow_backend(cuda, kernels)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(cuda_device, "runtime", SimpleNamespace(memGetInfo=lambda: (1 << 40, 1 << 40)))
-        run_linears(backend)
+        for capability in (80, 90):
+            monkeypatch.setattr(backend, "compute_capability", capability)
+            run_linears(backend)
+            run_vision(backend)
         run_stretches(backend)
         run_attention(backend, cuda_attention.HEAD_DIMS)
         run_whole_token(backend, monkeypatch)
         run_the_rest(backend)
-        run_vision(backend)
         run_packer(backend, monkeypatch)
         backend.read_rate_gb_per_s(1 << 20)
     return kernels

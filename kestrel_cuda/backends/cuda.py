@@ -16,12 +16,14 @@ from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
-from kestrel_cuda.quant.packed import Element, PackedGeometry
+from kestrel_cuda.quant.packed import Element, PackedGeometry, round_up
 
 # Sizes shared with the kernels; tests/kernels/test_signatures.py reads them out of the sources.
 WIDE_M, WIDE_N, WIDE_THREADS = 128, 128, 256
 SMALL_M, SMALL_N, SMALL_THREADS = 64, 64, 128
 TILE_STAGES = 3
+WARPGROUP_M, WARPGROUP_N, WARPGROUP_THREADS = 128, 128, 384
+WARPGROUP_STAGES = 4
 PIECE_INPUTS = 128
 MAX_ROWS_KERNEL = 4
 MAX_WARPS = 16
@@ -96,6 +98,14 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         # A fourth of the multiprocessors may rest: a wide tile needs fewer instructions and reads half as much.
         if 4 * -(-geometry.n_padded // WIDE_N) * -(-common["m"] // WIDE_M) < 3 * self.num_multiprocessors:
             kernel, rows, columns, threads = "linear_small_tiles", SMALL_M, SMALL_N, SMALL_THREADS
+        elif self.has_warpgroup_mma:
+            self.kernels[f"linear_warpgroups_{geometry.element.value}"](
+                (-(-geometry.n_padded // WARPGROUP_N), -(-common["m"] // WARPGROUP_M)),
+                (WARPGROUP_THREADS,),
+                shared_bytes=warpgroup_bytes(geometry.element),
+                **common,
+            )
+            return
         stage_bytes = _tile_stage_bytes(geometry.element, rows, columns)
         num_stages = TILE_STAGES if TILE_STAGES * stage_bytes <= self.most_shared_bytes else TILE_STAGES - 1
         self.kernels[f"{kernel}_{geometry.element.value}"](
@@ -141,6 +151,14 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
 
     def advance(self, state: SequenceState, num_rows: int) -> None:
         self.kernels["advance_position"]((1,), (1,), position=state.position, num_rows=num_rows)
+
+
+def warpgroup_bytes(element: Element) -> int:
+    """gemm_warpgroup.cu's `Shared`: stages of codes and scales, aligned as the mma wants them, two barriers each."""
+    groups, words_per_group = PIECE_INPUTS // ACTIVATION_GROUP, 8 if element is Element.INT8 else 4
+    codes = WARPGROUP_M * PIECE_INPUTS + groups * words_per_group * (WARPGROUP_N + 8) * 4
+    stage_bytes = round_up(codes + groups * ((WARPGROUP_M + 8) * 4 + WARPGROUP_N * 2), 1024)
+    return WARPGROUP_STAGES * stage_bytes + 1024
 
 
 def _tile_stage_bytes(element: Element, rows: int, columns: int) -> int:

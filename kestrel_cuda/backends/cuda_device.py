@@ -31,6 +31,7 @@ from kestrel_cuda.kernels.library import KernelLibrary
 from kestrel_cuda.quant.packed import SlabLayout
 
 LEAST_COMPUTE_CAPABILITY = 80
+WARPGROUP_CAPABILITY = 90
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,12 @@ class CudaDevice:
         self.device_memory = DeviceMemory(device, used_before_bytes, pci_bus_id)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.copy_stream = cupy.cuda.Stream(non_blocking=True)
-        self.kernels = KernelLibrary(self.stream, cubin_dir)
+        self.kernels = KernelLibrary(self.stream, self.compute_capability, cubin_dir)
+
+    @property
+    def has_warpgroup_mma(self) -> bool:
+        """Whether kernels of `FEATURE_ARCHITECTURES` run here: Hopper's mma of four warps together."""
+        return bool(self.compute_capability == WARPGROUP_CAPABILITY)
 
     # memory
 

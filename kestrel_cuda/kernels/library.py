@@ -22,6 +22,10 @@ from kestrel_cuda.errors import DeviceError, InternalError
 ARCHITECTURES = (80, 86, 89, 90, 120)
 """Compute capabilities every kernel is compiled for in tests."""
 
+FEATURE_ARCHITECTURES = {"gemm_warpgroup": 90}
+"""Files with instructions that one architecture alone has, and which: they are compiled for it with its own features
+(sm_90a) and for no other."""
+
 _INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
 _SIGNATURE = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*(?:\([^)]*\)[^)]*)*\)\s*)?(\w+)\s*\(([^)]*)\)\s*\{', re.S
@@ -114,9 +118,15 @@ def run_time_options() -> tuple[str, ...]:
     return ("-std=c++17", "--fmad=false")
 
 
-def compile_options(arch: int) -> tuple[str, ...]:
-    """Every option a kernel is compiled with, the resource report included."""
-    return (f"-arch=sm_{arch}", *run_time_options(), "-ftz=true", "--ptxas-options=-v")
+def architectures(name: str) -> tuple[int, ...]:
+    """What a .cu file is compiled for."""
+    return (FEATURE_ARCHITECTURES[name],) if name in FEATURE_ARCHITECTURES else ARCHITECTURES
+
+
+def compile_options(name: str, arch: int) -> tuple[str, ...]:
+    """Every option a .cu file is compiled with, the resource report included."""
+    with_features = "a" if name in FEATURE_ARCHITECTURES else ""
+    return (f"-arch=sm_{arch}{with_features}", *run_time_options(), "-ftz=true", "--ptxas-options=-v")
 
 
 def compile_cubin(name: str, arch: int) -> tuple[bytes, str]:
@@ -129,7 +139,7 @@ def compile_cubin(name: str, arch: int) -> tuple[bytes, str]:
     program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
     try:
         try:
-            nvrtc.compileProgram(program, compile_options(arch))
+            nvrtc.compileProgram(program, compile_options(name, arch))
         except nvrtc.NVRTCError as error:
             raise InternalError(f"{name}.cu does not compile for sm_{arch}:\n{nvrtc.getProgramLog(program)}") from error
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
@@ -234,15 +244,16 @@ def _pack(kernel: str, parameter: Parameter, value: Any) -> Any:
 
 
 class KernelLibrary:
-    """Every kernel of this package on the current device, compiled when first asked for.
+    """Every kernel of this package that the current device can run, compiled when first asked for.
 
     `cubin_dir` holds NAME.cubin files compiled before, by `compile_cubin`, to be loaded instead.
     """
 
-    def __init__(self, stream: Any, cubin_dir: Path | None = None) -> None:
+    def __init__(self, stream: Any, compute_capability: int, cubin_dir: Path | None = None) -> None:
         self._stream = stream
         self._cubin_dir = cubin_dir
-        self._files = {kernel: name for name in kernel_files() for kernel in signatures(name)}
+        served = [name for name in kernel_files() if FEATURE_ARCHITECTURES.get(name) in (None, compute_capability)]
+        self._files = {kernel: name for name in served for kernel in signatures(name)}
         self._modules: dict[str, Any] = {}
         self._kernels: dict[str, Kernel] = {}
 
@@ -266,7 +277,9 @@ class KernelLibrary:
             if self._cubin_dir is not None:
                 module = cupy.RawModule(path=str(self._cubin_dir / f"{file}.cubin"))
             else:
-                module = cupy.RawModule(code=source(file), options=run_time_options(), backend="nvrtc")
+                # CuPy names the architecture after these options; of two, NVRTC 12.9 and 13.0 take the first.
+                features = (f"-arch=sm_{FEATURE_ARCHITECTURES[file]}a",) if file in FEATURE_ARCHITECTURES else ()
+                module = cupy.RawModule(code=source(file), options=(*features, *run_time_options()), backend="nvrtc")
             try:
                 module.compile()
             except cupy.cuda.compiler.CompileException as error:

@@ -30,8 +30,6 @@ struct Cut {
     __device__ int half_items() const { return half_pieces() << gate_up; }
 };
 
-__device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 // Bulk copies: a tile of a matrix into shared memory, counted in bytes on a barrier there.
 
 __device__ inline void init_barrier(u32 barrier) {

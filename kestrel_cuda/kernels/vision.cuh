@@ -33,9 +33,6 @@ __device__ inline float finish(float x, int after) {
     return x;
 }
 
-// Shared memory by its own addresses: sums of them with constants cost nothing.
-__device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 // Start a copy of 16 bytes; one that is not valid reads nothing and writes zeros.
 __device__ inline void copy_async_16(u32 to, const u16* from, bool valid) {
     const int bytes = valid ? 16 : 0;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import product
 
 import pytest
 
@@ -25,7 +24,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _start(config: pytest.Config) -> None:
     executor = config.stash[EXECUTOR] = ThreadPoolExecutor(1)
-    pairs = product(library.kernel_files(), library.ARCHITECTURES)
+    pairs = [(name, arch) for name in library.kernel_files() for arch in library.architectures(name)]
     config.stash[COMPILED] = {pair: executor.submit(library.compile_cubin, *pair) for pair in pairs}
 
 

@@ -128,3 +128,20 @@ class TestParsing:
         )
         with pytest.raises(InternalError, match=r"odd\.cu: cannot read the parameter 'const double\* x' of f"):
             library.signatures.__wrapped__("odd")
+
+
+def test_a_card_has_the_kernels_that_run_on_it() -> None:
+    one_architecture = {
+        kernel: arch for name, arch in library.FEATURE_ARCHITECTURES.items() for kernel in library.signatures(name)
+    }
+    for capability in (*library.ARCHITECTURES, 103):
+        served = library.KernelLibrary(None, capability)._files.keys()
+        others = {kernel for kernel, arch in one_architecture.items() if arch != capability}
+        assert served == ALL_KERNELS.keys() - others, capability
+
+
+def test_features_are_asked_for_where_they_are_needed() -> None:
+    assert "-arch=sm_90" in library.compile_options("gemm", 90)
+    assert "-arch=sm_90a" in library.compile_options("gemm_warpgroup", 90)
+    assert library.architectures("gemm") == library.ARCHITECTURES
+    assert library.architectures("gemm_warpgroup") == (90,)

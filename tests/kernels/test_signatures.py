@@ -69,6 +69,10 @@ class TestSizes:
             ("cuda.SMALL_N", "gemm", "kSmallN"),
             ("cuda.SMALL_THREADS", "gemm", "kSmallThreads"),
             ("cuda.TILE_STAGES", "gemm", "kMaxStages"),
+            ("cuda.WARPGROUP_M", "gemm_warpgroup", "kTileM"),
+            ("cuda.WARPGROUP_N", "gemm_warpgroup", "kTileN"),
+            ("cuda.WARPGROUP_THREADS", "gemm_warpgroup", "kTileThreads"),
+            ("cuda.WARPGROUP_STAGES", "gemm_warpgroup", "kStages"),
             ("cuda.PIECE_INPUTS", "gemm", "kPiece"),
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
             ("cuda_attention.FEW_THREADS", "attention_few", "kFewThreads"),
@@ -194,7 +198,8 @@ def test_shared_memory_is_there_on_every_card(launched: FakeLibrary) -> None:
     for kernel, _, _, dynamic_bytes in launched.launches:
         raw = launched.raw[kernel]
         total = raw.shared_size_bytes + dynamic_bytes
-        most = COPYING_SHARED_BYTES if kernel.startswith("decode_token_") else LEAST_SHARED_BYTES
+        one_architecture = kernel.startswith("decode_token_") or ALL_KERNELS[kernel] in library.FEATURE_ARCHITECTURES
+        most = COPYING_SHARED_BYTES if one_architecture else LEAST_SHARED_BYTES
         assert total <= most, f"{kernel} asks for {total} bytes of shared memory"
         if total > PLAIN_SHARED_BYTES and raw.max_dynamic_shared_size_bytes < dynamic_bytes:
             lacking[kernel] = f"{raw.shared_size_bytes} static and {dynamic_bytes} dynamic bytes"
@@ -234,6 +239,14 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
             # Only three wide stages of int8 are more than every card has.
             num_stages = c["kMaxStages"] - ((size, element) == ("Wide", "int8"))
             assert asked[f"{kernel}_{element}"] == {num_stages * stage_bytes}
+
+    c = constants("gemm_warpgroup")
+    for element in ("int8", "int4"):
+        word_rows = c["kPiece"] * int(element[-1]) // 32
+        scales = c["kGroupsPerPiece"] * (c["kScaleWords"] * 4 + c["kTileN"] * 2)
+        stage_bytes = c["kTileM"] * c["kSwizzledRow"] + word_rows * c["kColumnWords"] * 4 + scales
+        whole = c["kStages"] * (-(-stage_bytes // 1024) * 1024) + 2 * c["kStages"] * 8
+        assert asked[f"linear_warpgroups_{element}"] == {-(-whole // 1024) * 1024}
 
     c = constants("decode")
     for element, wide in (("int8", WIDE_INT8), ("int4", WIDE_INT4)):
