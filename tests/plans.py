@@ -1,7 +1,8 @@
-"""Plans for the 2B shape on a card of some size, for the tests of plan.py."""
+"""Plans for released shapes on a card of some size, for the tests of plan.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ TEXT = TextConfig(
     mrope_section=(24, 20, 20),
     max_positions=262144,
 )
+TEXT_8B = replace(TEXT, hidden_size=4096, num_layers=36, num_heads=32, intermediate_size=12288)
 EMBEDDING_BYTES = 2 * TEXT.vocab_size * TEXT.hidden_size
 DRIVER_BYTES = 500 * MIB
 
@@ -48,7 +50,7 @@ def plan(
     flags: Flags = RUN_FLAGS,
     **config: Any,
 ) -> Plan:
-    """A plan for the 2B shape on a card with `free` bytes left; nothing is fetched ahead unless asked."""
+    """A plan, for the 2B shape unless told, on a card with `free` bytes left; nothing is fetched ahead unless asked."""
     model = ModelConfig("Qwen3VLForConditionalGeneration", text, True, None, None, None)
     engine = EngineConfig(model=Path("model"), **{"prefetch": 0, "policy": Policy.PAST_ONLY} | config)
     weights = plan_weights(model, engine.quant, lambda key: Element.BF16)
@@ -59,7 +61,7 @@ def plan(
         MemoryInfo(free, free + used, 0, 0, used if on_gpu else 0),
         ctx=ctx,
         num_prompt=num_prompt,
-        embedding_bytes=EMBEDDING_BYTES,
+        embedding_bytes=2 * text.vocab_size * text.hidden_size,
         on_gpu=on_gpu,
         collects_logits=collects_logits,
         lowers_prefetch=lowers_prefetch,

@@ -9,18 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel_cuda.config import KvDtype, ModelConfig, Policy, Quant
+from kestrel_cuda.config import KvDtype, ModelConfig, Quant
 from kestrel_cuda.errors import DeviceError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.weights import plan_weights
 from kestrel_cuda.plan import (
     FREE_MARGIN_BYTES,
     GRAPH_BYTES,
-    HIDING_CHUNK,
-    RESIDENT_CHUNK,
-    TILE_ROWS,
-    USUAL_CHUNK,
-    WINDOW_CHUNK,
     DoesNotFit,
     Flags,
     seeds_budget_bytes,
@@ -203,38 +198,6 @@ def test_a_context_beyond_the_models_positions() -> None:
     assert plan(ctx=TEXT.max_positions).ctx == TEXT.max_positions
     with pytest.raises(SettingError, match=r"262145.*262144"):
         plan(ctx=TEXT.max_positions + 1)
-
-
-def test_chunks_follow_the_prompt_the_window_and_the_flag() -> None:
-    assert plan(num_prompt=7).prefill_chunk == 7
-    assert plan(num_prompt=100_000).prefill_chunk == RESIDENT_CHUNK
-    assert plan(num_prompt=100_000, keep=4).prefill_chunk == WINDOW_CHUNK
-    assert plan(num_prompt=100_000, keep=4, prefill_chunk=64).prefill_chunk == 64
-    assert plan(num_prompt=10, prefill_chunk=64).prefill_chunk == 10
-
-
-@pytest.mark.parametrize("num_prompt", [7, 300, 2048, 9000])
-def test_a_windows_passes_are_long_enough_to_hide_its_uploads(num_prompt: int) -> None:
-    """Sums of HIDING_CHUNK rows take as long as uploading all layers; of a share of them, as uploading that share."""
-    keeps = set()
-    for vram_mib in range(1500, 3200, 50):
-        try:
-            made = plan(vram_bytes=vram_mib * MIB, num_prompt=num_prompt, ctx=num_prompt + 64, policy=Policy.PINNED)
-        except DeviceError:
-            continue
-        assert made.total_bytes <= vram_mib * MIB
-        keeps.add(made.keep)
-        if made.keep > 1:
-            assert made.prefill_chunk >= min(num_prompt, HIDING_CHUNK * (L - made.keep) / L)
-            assert made.prefill_chunk == num_prompt or made.prefill_chunk % 128 == 0
-        if 1 < made.keep < L - 1:
-            rows = max(USUAL_CHUNK, -(-HIDING_CHUNK * (L - made.keep - 1) // (L * TILE_ROWS)) * TILE_ROWS)
-            wish: dict[str, Any] = {"keep": made.keep + 1, "prefill_chunk": rows}
-            with pytest.raises(DeviceError, match="layers resident needs"):
-                plan(
-                    vram_bytes=vram_mib * MIB, num_prompt=num_prompt, ctx=num_prompt + 64, policy=Policy.PINNED, **wish
-                )
-    assert len(keeps) > 8
 
 
 def test_on_the_cpu_the_machines_memory_is_the_bound() -> None:
