@@ -197,7 +197,7 @@ PrefillChunk = Annotated[
     typer.Option(
         "--prefill-chunk",
         metavar="N",
-        help="Prompt tokens computed at a time.  [default: what fits, up to 512; under a window on a GPU 2048]",
+        help="Prompt tokens computed at a time.  [default: what fits, up to 2048; on the CPU 512]",
     ),
 ]
 
