@@ -148,4 +148,5 @@ def test_a_window_of_one_layer_has_whatever_passes_there_is_room_for() -> None:
     for more_rows, chunk in ((0, 16), (112, 128), (752, 768), (2031, 1024), (2032, 2048)):
         made = of_prompt(2048, needed + more_rows * row_bytes())
         assert (made.keep, made.prefill_chunk) == (1, chunk), more_rows
+        assert not short(made), "a note says that there is a window"
     assert row_bytes() * 512 < layer_bytes(), "else another layer would fit"
