@@ -16,6 +16,7 @@ from kestrel_cuda.backends.cuda_device import CudaDevice
 from kestrel_cuda.backends.vision import BFLOAT16, Affine, After, PatchPlaces
 from kestrel_cuda.config import VisionConfig
 from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.quant.packed import round_up
 
 # Sizes shared with kernels/vision*.cu; tests/kernels/test_signatures.py reads them out of the sources.
 ROW_WARPS = 8
@@ -27,6 +28,10 @@ FLOAT_ATTENTION_THREADS, FLOAT_QUERIES, FLOAT_HEAD_DIM = 128, 4, 128
 
 ATTENTION_WARPS = {16: 8, 32: 8, 64: 8, 72: 6, 80: 6, 128: 4}
 """Warps of a block of the tensor cores' attention, each with 16 queries, by head_dim."""
+
+WARPGROUP_QUERIES, WARPGROUP_KEYS, WARPGROUP_ATTENTION_THREADS, WARPGROUP_ATTENTION_STAGES = 192, 128, 512, 3
+WARPGROUP_HEAD_DIMS = (64, 72)
+"""Heads of the releases, which the attention on Hopper's warpgroup mma serves."""
 
 
 class VisionKernels(CudaDevice):
@@ -94,6 +99,12 @@ class VisionKernels(CudaDevice):
             grid = (-(-frame_rows // queries), num_heads, num_frames)
             self.kernels["attend_patches_f32"](grid, (FLOAT_ATTENTION_THREADS,), head_dim=head_dim, **common)
             return
+        if self.has_warpgroup_mma and head_dim in WARPGROUP_HEAD_DIMS:
+            grid = (-(-frame_rows // WARPGROUP_QUERIES), num_heads, num_frames)
+            self.kernels[f"attend_patches_warpgroups_{head_dim}"](
+                grid, (WARPGROUP_ATTENTION_THREADS,), shared_bytes=warpgroup_attention_bytes(head_dim), **common
+            )
+            return
         warps, shared_bytes = ATTENTION_WARPS[head_dim], attention_bytes(head_dim)
         grid = (-(-frame_rows // (16 * warps)), num_heads, num_frames)
         self.kernels[f"attend_patches_{head_dim}"](grid, (32 * warps,), shared_bytes=shared_bytes, **common)
@@ -103,6 +114,15 @@ def attention_bytes(head_dim: int) -> int:
     """Keys and values by stages: kernels/vision_attention.cu's `Tiles`."""
     num_stages, row_chunks = 3 if head_dim <= 80 else 2, -(-head_dim // 16) * 2 + 1
     return 2 * num_stages * ATTENTION_KEYS * row_chunks * CHUNK * 2
+
+
+def warpgroup_attention_bytes(head_dim: int) -> int:
+    """kernels/vision_attention_warpgroup.cu's `Shared`: keys and values by stages, queries, two barriers a stage."""
+    tail = head_dim - 64
+    tail_bytes = -(-tail // 16) * 32
+    keys, queries, stages = WARPGROUP_KEYS, WARPGROUP_QUERIES, WARPGROUP_ATTENTION_STAGES
+    stage_bytes = round_up(keys * (256 + tail_bytes + tail * 2) + 32, 1024)
+    return round_up(stages * stage_bytes + queries * (128 + tail_bytes) + 16 + 16 * stages, 1024)
 
 
 def _kind(array: Any) -> str:

@@ -23,6 +23,16 @@ BOUND = {np.dtype(np.float32): 1e-12, BFLOAT16: 2e-5}
 """Normalized mean square error of rows; the second is rounding to 8 bits."""
 
 
+@pytest.fixture(params=["", "without warpgroups"])
+def backend(request: pytest.FixtureRequest, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """Each backend, and a GPU with Hopper's mma of warpgroups once more as one that has none."""
+    if request.param:
+        if not getattr(backend, "has_warpgroup_mma", False):
+            pytest.skip("it has no mma of warpgroups")
+        monkeypatch.setattr(backend, "compute_capability", 80)
+    return backend
+
+
 def vision(num_heads: int, head_dim: int, side: int = 7) -> VisionConfig:
     return VisionConfig(1, num_heads * head_dim, num_heads, 64, 64, 3, 16, 2, 2, side, (), 10000.0)
 
@@ -166,7 +176,9 @@ def exact_attention(qkv: Doubles, num_heads: int, places: PatchPlaces) -> Double
 @pytest.mark.parametrize("kind", KINDS, ids=IDS)
 class TestAttention:
     @pytest.mark.parametrize("head_dim", [16, 32, 64, 72, 80, 128])
-    @pytest.mark.parametrize(("num_frames", "rows", "columns"), [(1, 2, 2), (1, 10, 14), (3, 8, 8), (2, 6, 22)])
+    @pytest.mark.parametrize(
+        ("num_frames", "rows", "columns"), [(1, 2, 2), (1, 10, 14), (3, 8, 8), (2, 6, 22), (1, 22, 26)]
+    )
     def test_against_float64(
         self, backend: Backend, kind: Any, head_dim: int, num_frames: int, rows: int, columns: int
     ) -> None:

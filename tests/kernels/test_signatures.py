@@ -97,6 +97,10 @@ class TestSizes:
             ("cuda_vision.FLOAT_ATTENTION_THREADS", "vision_attention", "kFloatThreads"),
             ("cuda_vision.FLOAT_QUERIES", "vision_attention", "kFloatQueries"),
             ("cuda_vision.FLOAT_HEAD_DIM", "vision_attention", "kFloatHeadDim"),
+            ("cuda_vision.WARPGROUP_QUERIES", "vision_attention_warpgroup", "kQueries"),
+            ("cuda_vision.WARPGROUP_KEYS", "vision_attention_warpgroup", "kKeys"),
+            ("cuda_vision.WARPGROUP_ATTENTION_THREADS", "vision_attention_warpgroup", "kAttendThreads"),
+            ("cuda_vision.WARPGROUP_ATTENTION_STAGES", "vision_attention_warpgroup", "kStages"),
             ("cuda.MAX_WARPS", "gemv", "kMaxWarps"),
             ("cuda.FLOAT_ROWS", "gemv", "kFloatRows"),
         ],
@@ -295,6 +299,16 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         tiles_bytes = 2 * (3 if d <= 80 else 2) * c["kKeys"] * row_bytes
         assert asked[f"attend_patches_{d}"] == {tiles_bytes}
         assert 16 * warps * row_bytes <= tiles_bytes, "queries are laid over them first"
+
+    c = constants("vision_attention_warpgroup")
+    for d in cuda_vision.WARPGROUP_HEAD_DIMS:
+        # 64 channels of keys, values and queries; then, 16 bytes of all rows together, those past them.
+        row_bytes, tail = c["kSwizzledRow"], d - c["kPanel"]
+        k_tail = q_tail = -(-tail // 16) * 32
+        stage_bytes = c["kKeys"] * (2 * row_bytes + k_tail + 2 * tail) + 2 * 16
+        whole = c["kStages"] * (-(-stage_bytes // 1024) * 1024) + c["kQueries"] * (row_bytes + q_tail) + 16
+        whole += 2 * c["kStages"] * 8
+        assert asked[f"attend_patches_warpgroups_{d}"] == {-(-whole // 1024) * 1024}
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
         is_last = 4  # not an array
