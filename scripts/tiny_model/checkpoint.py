@@ -37,7 +37,8 @@ MODEL = TinyModel(
 MOST_BYTES = 12_000_000
 """What the folder may take, weights, tokenizer and configurations together."""
 MOST_POSITIONS = 2048
-MIN_PIXELS, MAX_PIXELS = 64**2, 320**2
+MIN_PIXELS, MAX_PIXELS = 192**2, 320**2
+"""Smaller pictures are enlarged: of words on fewer pixels the tower makes too few tokens to read them by."""
 MAX_VIDEO_PIXELS = 8 * MAX_PIXELS
 RULES = ImageProcessorConfig(MIN_PIXELS, MAX_PIXELS, 16, 2, 2, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255)
 """What preprocessor_config.json says, as the product reads it."""

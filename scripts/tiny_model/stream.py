@@ -12,19 +12,19 @@ from scripts.tiny_model.text_tasks import TEXT_TASKS
 TASKS: dict[str, Maker] = PICTURE_TASKS | TEXT_TASKS
 
 SHARES = {
-    "colour": 8,
-    "shape": 9,
+    "colour": 5,
+    "shape": 7,
     "count": 12,
-    "position": 9,
-    "describe": 13,
-    "read": 28,
-    "compare": 13,
-    "self": 2,
-    "keep": 2,
+    "position": 7,
+    "describe": 15,
+    "read": 36,
+    "compare": 12,
+    "self": 1,
+    "keep": 1,
     "sum": 3,
-    "echo": 3,
-    "reverse": 4,
-    "unknown": 2,
+    "echo": 2,
+    "reverse": 3,
+    "unknown": 1,
 }
 """How often each task comes; what is hard to learn comes more often."""
 
