@@ -20,6 +20,9 @@ MAX_CONTEXT_BYTES = 768 << 20
 
 _REGISTER_MAPPED = 2
 
+_contexts: dict[str, int] = {}
+"""Bytes of this process's context on each GPU, by PCI address."""
+
 
 def page_aligned(num_bytes: int) -> NDArray[np.uint8]:
     """Host bytes that share no page with anything else, so that pinning them never meets a page pinned before."""
@@ -55,7 +58,10 @@ class DeviceMemory:
         if used is None or self._used_before_bytes is None:
             self.context_bytes = min(total - free - self.allocated_bytes, MAX_CONTEXT_BYTES)
         else:
-            self.context_bytes = max(0, used - self._used_before_bytes - self.allocated_bytes)
+            measured = used - self._used_before_bytes - self.allocated_bytes
+            # What the first device object of a process made the driver take is in use before the next one begins.
+            self.context_bytes = max(measured, _contexts.get(self._pci_bus_id, 0))
+            _contexts[self._pci_bus_id] = self.context_bytes
 
     def allocate(self, num_bytes: int) -> Any:
         """A pointer object CuPy arrays can stand on. Raises DeviceError when the device has no room."""

@@ -227,6 +227,13 @@ class TestDevice:
         yield open_backend("cuda", cubin_dir=pytestconfig.getoption("--cubins"))
         cupy.cuda.set_allocator(allocator)
 
+    def test_a_second_backend_counts_the_context_that_was_there(
+        self, cuda_backend: Backend, other_backend: Backend
+    ) -> None:
+        first, second = cuda_backend.memory().context_bytes, other_backend.memory().context_bytes
+        assert second >= first > 50 * MIB
+        other_backend.close()
+
     def test_closing_gives_everything_back(self, other_backend: Backend) -> None:
         other_backend.zeros((5 * MIB,), np.uint8)
         other_backend.allocate_slab(layout())
