@@ -55,11 +55,14 @@ def cut(
     blocks = (grid_h // merge, grid_w // merge, merge, merge)
     patches = np.empty((grid_t, *blocks, _CHANNELS, frames_a_patch, patch, patch), np.float32)
     for index, frame_hwc in enumerate(frames_hwc):
-        cells = frame_hwc.reshape(grid_h // merge, merge, patch, grid_w // merge, merge, patch, _CHANNELS)
-        ordered = cells.transpose(0, 3, 1, 4, 6, 2, 5)
         group, slot = divmod(index, frames_a_patch)
+        if slot and frame_hwc is frames_hwc[index - 1]:
+            patches[group, ..., slot, :, :] = patches[group, ..., slot - 1, :, :]
+            continue
+        cells = frame_hwc.reshape(grid_h // merge, merge, patch, grid_w // merge, merge, patch, _CHANNELS)
+        ordered = np.ascontiguousarray(cells.transpose(0, 3, 1, 4, 6, 2, 5))
         for channel in range(_CHANNELS):
-            patches[group, ..., channel, slot, :, :] = values_cv[channel][ordered[..., channel, :, :]]
+            patches[group, ..., channel, slot, :, :] = values_cv[channel].take(ordered[..., channel, :, :])
     return patches.reshape(grid_t * grid_h * grid_w, -1)
 
 
