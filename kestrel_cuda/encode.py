@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from kestrel_cuda.backends.base import Backend
-from kestrel_cuda.backends.vision import BFLOAT16
+from kestrel_cuda.backends.vision import BFLOAT16, PixelCodes
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.config import Grid, VisionConfig
 from kestrel_cuda.errors import DeviceError
@@ -76,11 +76,11 @@ class VisualEncoder:
         self,
         backend: Backend,
         visuals: Sequence[Visual],
-        pixels_mk: NDArray[np.float32],
+        pixels: Sequence[PixelCodes],
         most_bytes: int | None,
         least_tokens: int | None = 1,
     ) -> EncodedVisuals:
-        """Features of `visuals`, whose pixel rows follow one another.
+        """Features of `visuals`, with the pixels of each.
 
         `least_tokens` is the smallest --image-tokens that these pictures take, None where it bounds none of them.
         Raises DeviceError when that would take more than `most_bytes` of the device, CheckpointError for a weight that
@@ -107,7 +107,7 @@ class VisualEncoder:
             )
         self.peak_bytes = max(self.peak_bytes, needed_bytes)
         weights = self._weights or read_tower(self._checkpoint, self._vision, backend, dtype)
-        features = encode_all(backend, self._vision, weights, pixels_mk, grids)
+        features = encode_all(backend, self._vision, weights, pixels, grids)
         if self._keeps_tower:
             self._weights = weights
         else:

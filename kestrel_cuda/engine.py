@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
@@ -277,9 +278,9 @@ class Engine:
         self.backend.reset_peak()
 
     def encode_visuals(
-        self, visuals: Sequence[Visual], pixels_mk: NDArray[np.float32], least_tokens: int | None = 1
+        self, visuals: Sequence[Visual], pixels: Sequence[PixelCodes], least_tokens: int | None = 1
     ) -> EncodedVisuals:
-        """Features of pictures and videos, which follow one another in `pixels_mk` as in the prompt.
+        """Features of pictures and videos in the order of the prompt, with the pixels of each.
 
         `least_tokens` is the smallest --image-tokens to advise, None where it would change nothing.
         Before `load` they have the device to themselves, and `load` plans with what stays; a second `load` drops them.
@@ -290,13 +291,12 @@ class Engine:
         if self._encoder is None:
             exact = self.config.quant is Quant.NONE
             self._encoder = VisualEncoder(self.checkpoint, exact=exact, keeps_tower=self.config.keep_tower)
-        return self._encoder.encode(backend, visuals, pixels_mk, self._most_bytes(backend), least_tokens)
+        return self._encoder.encode(backend, visuals, pixels, self._most_bytes(backend), least_tokens)
 
     def encode_opened(self, visuals: Sequence[OpenedVisual]) -> EncodedVisuals:
         """Features of at least one picture or video that `open_visuals` gave, in the order of the prompt."""
-        parts = [visual.pixels_mk() for visual in visuals]
-        pixels_mk = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        return self.encode_visuals(grids_of(visuals), pixels_mk, least_image_tokens(visuals))
+        pixels = [visual.pixels() for visual in visuals]
+        return self.encode_visuals(grids_of(visuals), pixels, least_image_tokens(visuals))
 
     def generate(
         self,

@@ -47,6 +47,7 @@ def measure(checkpoint: Path, setting: dict[str, Any]) -> dict[str, Any]:
     from cupy.cuda import runtime
 
     from kestrel_cuda.backends.driver_memory import used_bytes
+    from kestrel_cuda.backends.vision import PixelCodes
     from kestrel_cuda.config import EngineConfig, Quant
     from kestrel_cuda.engine import Engine
     from kestrel_cuda.errors import DeviceError
@@ -75,8 +76,10 @@ def measure(checkpoint: Path, setting: dict[str, Any]) -> dict[str, Any]:
             assert model.vision is not None
             assert model.image_token_id is not None
             grid = (1, *setting["picture"])
-            pixels_mk = np.random.default_rng(0).random((math.prod(grid), model.vision.patch_inputs), np.float32)
-            encoded = engine.encode_visuals([Visual("image", grid)], pixels_mk)
+            num_inputs = model.vision.patch_inputs
+            codes_mk = np.random.default_rng(0).integers(0, 256, (math.prod(grid), num_inputs), np.uint8)
+            values_cv = np.tile(np.linspace(-1, 1, 256, dtype=np.float32), (3, 1))
+            encoded = engine.encode_visuals([Visual("image", grid)], [PixelCodes(codes_mk, values_cv, num_inputs)])
             tokens = model.vision.num_tokens(grid)
             prompt[1 : 1 + tokens] = [model.image_token_id] * tokens
         load = engine.load(setting["ctx"], len(prompt))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.config import EngineConfig, Grid, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.model.prompt_positions import Visual
@@ -37,12 +38,21 @@ def nmse(found: NDArray[Any], exact: NDArray[Any]) -> float:
     return float(np.sum((found - wide) ** 2) / np.sum(wide**2))
 
 
-def pixels(grids: list[Grid], num_inputs: int, seed: int) -> Rows:
-    """Patches that are smooth, as pictures are, and noisy."""
+def pixels(grids: list[Grid], num_inputs: int, seed: int) -> list[PixelCodes]:
+    """Of each grid patches that are smooth, as pictures are, and noisy."""
     random = np.random.default_rng(seed)
-    num_rows = sum(math.prod(grid) for grid in grids)
-    smooth = random.uniform(-1, 1, (num_rows, 1)) + np.linspace(-0.3, 0.3, num_inputs)
-    return np.clip(smooth + random.normal(0, 0.2, (num_rows, num_inputs)), -1, 1).astype(np.float32)
+    values_cv = np.tile(np.linspace(-1, 1, 256, dtype=np.float32), (3, 1))
+    found = []
+    for grid in grids:
+        num_rows = math.prod(grid)
+        smooth = random.uniform(0, 255, (num_rows, 1)) + np.linspace(-40, 40, num_inputs)
+        codes = np.clip(smooth + random.normal(0, 25, (num_rows, num_inputs)), 0, 255).astype(np.uint8)
+        found.append(PixelCodes(codes, values_cv, num_inputs))
+    return found
+
+
+def values_of(parts: list[PixelCodes]) -> Rows:
+    return np.concatenate([part.values_mk() for part in parts])
 
 
 def load_reference(path: Path, dtype: str) -> Any:
@@ -90,10 +100,11 @@ def accuracy(path: Path, limit: float) -> bool:
     config = engine.checkpoint.config
     assert config.vision is not None
     visuals = [Visual("image", grid) for grid in PICTURES] + [Visual("video", VIDEO)]
-    pixels_mk = pixels([visual.grid for visual in visuals], config.vision.patch_inputs, seed=1)
+    codes = pixels([visual.grid for visual in visuals], config.vision.patch_inputs, seed=1)
+    pixels_mk = values_of(codes)
     num_images = sum(math.prod(grid) for grid in PICTURES)
     ids = prompt(engine, visuals)
-    encoded = engine.encode_visuals(visuals, pixels_mk)
+    encoded = engine.encode_visuals(visuals, codes)
     assert engine.backend is not None
     ours = [engine.backend.to_host(array) for array in encoded.features.arrays()]
     engine.load(len(ids) + NUM_NEW)
@@ -176,16 +187,16 @@ def speed(path: Path, grids: list[Grid], rounds: int) -> None:
     vision = engine.checkpoint.config.vision
     assert vision is not None
     inputs = {grid: pixels([grid], vision.patch_inputs, seed=2) for grid in grids}
-    for grid, pixels_mk in inputs.items():
+    for grid, codes in inputs.items():
 
-        def encode(grid: Grid = grid, pixels_mk: Rows = pixels_mk) -> None:
-            encoded = engine.encode_visuals([Visual("image", grid)], pixels_mk)
+        def encode(grid: Grid = grid, codes: list[PixelCodes] = codes) -> None:
+            encoded = engine.encode_visuals([Visual("image", grid)], codes)
             assert engine.backend is not None
             engine.backend.synchronize()
             encoded.free()
 
         ours[grid] = times_ms(encode, rounds)
-        encoded = engine.encode_visuals([Visual("image", grid)], pixels_mk)
+        encoded = engine.encode_visuals([Visual("image", grid)], codes)
         assert engine.backend is not None
         features[grid] = [engine.backend.to_host(array) for array in encoded.features.arrays()]
         encoded.free()
@@ -197,7 +208,8 @@ def speed(path: Path, grids: list[Grid], rounds: int) -> None:
     engine.close()
 
     model = load_reference(path, "bfloat16")
-    for grid, pixels_mk in inputs.items():
+    for grid, codes in inputs.items():
+        pixels_mk = values_of(codes)
         on_host = torch.from_numpy(pixels_mk)
         on_device = on_host.to("cuda", torch.bfloat16)
         size = torch.tensor([grid], device="cuda")

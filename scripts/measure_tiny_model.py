@@ -104,7 +104,7 @@ def ask_transformers(path: Path, asked: Sequence[Question], engine: Engine) -> l
         inputs: dict[str, Any] = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         pictures = [picture for question in part for picture in question.pictures]
         if pictures:
-            pixels_mk = np.concatenate([picture.pixels_mk() for picture in pictures])
+            pixels_mk = np.concatenate([picture.pixels().values_mk() for picture in pictures])
             inputs["pixel_values"] = torch.from_numpy(pixels_mk).to(device)
             inputs["image_grid_thw"] = torch.tensor([picture.size.grid_thw for picture in pictures], device=device)
         if "mm_token_type_ids" in inspect.signature(model.forward).parameters:

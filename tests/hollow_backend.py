@@ -223,7 +223,9 @@ def run_vision(backend: Any) -> None:
     h, m = np.zeros((40, 64), np.float32), 40
     for kind in (np.float32, BFLOAT16):
         x = np.zeros((m, 64), kind)
-        backend.put_pixels(x, h)
+        values = np.zeros((2, 256), np.float32)
+        for num_codes in (32, 64):
+            backend.put_pixels(x, np.zeros((m, num_codes), np.uint8), values)
         norm = Affine(np.zeros(64, np.float32), np.zeros(64, np.float32))
         backend.layer_norm(h, norm, x)
         for after in After:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kestrel_cuda.backends.cpu_rope import rotate
-from kestrel_cuda.backends.vision import LAYER_NORM_EPS, Affine, After, PatchPlaces
+from kestrel_cuda.backends.vision import LAYER_NORM_EPS, Affine, After, PatchPlaces, expand
 from kestrel_cuda.config import VisionConfig
 
 Rows = NDArray[np.float32]
@@ -110,8 +110,8 @@ class CpuVisionSteps:
     def patch_dtype(self, vision: VisionConfig) -> DTypeLike:
         return np.float32
 
-    def put_pixels(self, x_mk: Rows, pixels_mk: Rows) -> None:
-        x_mk[...] = pixels_mk
+    def put_pixels(self, x_mk: Rows, codes_mk: NDArray[np.uint8], values_cv: Rows) -> None:
+        x_mk[...] = expand(codes_mk, values_cv, x_mk.shape[1])
 
     @_silent
     def affine(self, x_mk: Rows, weights: Affine, out_mn: Rows, after: After = After.NOTHING) -> None:

@@ -42,12 +42,12 @@ class VisionKernels(CudaDevice):
         served = vision.head_dim in ATTENTION_WARPS and all(size % CHUNK == 0 for size in sizes)
         return BFLOAT16 if served else np.dtype(np.float32)
 
-    def put_pixels(self, x_mk: Any, pixels_mk: Any) -> None:
-        if x_mk.dtype == np.float32:
-            self.copy(x_mk, pixels_mk)
-            return
-        grid = (-(-pixels_mk.size // VALUE_THREADS),)
-        self.kernels["round_to_bf16"](grid, (VALUE_THREADS,), x=pixels_mk, y=x_mk, count=pixels_mk.size)
+    def put_pixels(self, x_mk: Any, codes_mk: Any, values_cv: Any) -> None:
+        (m, k), num_channels = x_mk.shape, values_cv.shape[0]
+        self.kernels[f"put_pixels_{_kind(x_mk)}"](
+            (m, -(-k // VALUE_THREADS)), (VALUE_THREADS,), codes_mk=codes_mk, values_cv=values_cv, x_mk=x_mk, k=k,
+            channel_inputs=k // num_channels, channel_codes=codes_mk.shape[1] // num_channels,
+        )  # fmt: skip
 
     def affine(self, x_mk: Any, weights: Affine, out_mn: Any, after: After = After.NOTHING) -> None:
         (m, k), n = x_mk.shape, weights.weight.shape[0]

@@ -6,12 +6,12 @@ float32 too, or bfloat16 as uint16 where a backend takes the tower's sizes so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from kestrel_cuda.config import VisionConfig
 
@@ -64,14 +64,48 @@ class PatchPlaces:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
+@dataclass(frozen=True)
+class PixelCodes:
+    """Pixels of patches in 8 bits, and what each of the 256 values becomes in each channel.
+
+    `codes_mk` (uint8) has a row for each patch: channels, frames, patch rows, patch columns, `num_inputs` in all; or
+    one frame that stands for all of a patch, as in a picture. `values_cv` is float32 [channels, 256]. On the host.
+    """
+
+    codes_mk: NDArray[np.uint8]
+    values_cv: NDArray[np.float32]
+    num_inputs: int
+
+    def __len__(self) -> int:
+        return len(self.codes_mk)
+
+    def rows(self, begin: int, end: int) -> PixelCodes:
+        return replace(self, codes_mk=self.codes_mk[begin:end])
+
+    def values_mk(self) -> NDArray[np.float32]:
+        """What the tower takes, [patches, num_inputs]."""
+        return expand(self.codes_mk, self.values_cv, self.num_inputs)
+
+
+def expand(codes_mk: NDArray[np.uint8], values_cv: NDArray[np.float32], num_inputs: int) -> NDArray[np.float32]:
+    """The values of codes, [patches, num_inputs], in every frame of a patch."""
+    channels = len(values_cv)
+    codes_mcf = codes_mk.reshape(len(codes_mk), channels, -1)
+    repeats = num_inputs // codes_mk.shape[1]
+    values = np.empty((len(codes_mk), channels, repeats, codes_mcf.shape[2]), np.float32)
+    for channel in range(channels):
+        values[:, channel] = values_cv[channel].take(codes_mcf[:, None, channel])
+    return values.reshape(len(codes_mk), num_inputs)
+
+
 class VisionSteps(Protocol):
     """Steps on rows of `x.shape[0]` patches or tokens, all arrays in one piece."""
 
     def patch_dtype(self, vision: VisionConfig) -> DTypeLike:
         """What rows between the steps, and matrices, are best held in."""
 
-    def put_pixels(self, x_mk: Array, pixels_mk: Array) -> None:
-        """`pixels_mk` (float32) as rows of the steps' own kind."""
+    def put_pixels(self, x_mk: Array, codes_mk: Array, values_cv: Array) -> None:
+        """The values of a `PixelCodes` as rows of the steps' own kind."""
 
     def affine(self, x_mk: Array, weights: Affine, out_mn: Array, after: After = After.NOTHING) -> None:
         """x @ weight^T + bias, and what follows; `ADD` takes float32 rows."""

@@ -1,6 +1,7 @@
 """Pictures to the rows of patches that the vision tower takes: resize, normalize, cut. Knows no files and no tokens.
 
-The reference's Pillow path: 8-bit bicubic resize, then float32, each value as the reference rounds it.
+The reference's Pillow path: 8-bit bicubic resize; what each of the 256 values becomes, as the reference rounds it, is a
+table, so that patches stay in 8 bits until they are where they are used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.config import ImageProcessorConfig
 from kestrel_cuda.inputs.image_size import ImageSize, image_size
 from kestrel_cuda.inputs.pictures import Picture
@@ -23,15 +25,20 @@ _CHANNELS = 3
 class Patches:
     """Rows of (channel, frame, row, column), those of one token next to each other; `size` says how many of each."""
 
-    pixel_values: NDArray[np.float32]
+    pixels: PixelCodes
     size: ImageSize
+
+    @property
+    def pixel_values(self) -> NDArray[np.float32]:
+        """What the reference's processor gives under this name."""
+        return self.pixels.values_mk()
 
 
 def image_patches(picture: Picture, rules: ImageProcessorConfig) -> Patches:
     """The patches of one picture. Raises InputError for one that is too long for its width."""
     size = image_size(picture.height, picture.width, rules, picture.path)
     resized = resize(picture.rgb, size)
-    return Patches(cut([resized] * rules.temporal_patch_size, size, rules, _values(rules)), size)
+    return Patches(cut([resized], size, rules, _values(rules)), size)
 
 
 def resize(rgb: Image.Image, size: ImageSize) -> NDArray[np.uint8]:
@@ -44,26 +51,23 @@ def cut(
     size: ImageSize,
     rules: ImageProcessorConfig,
     values_cv: NDArray[np.float32],
-) -> NDArray[np.float32]:
-    """Patch rows of frames that have the size, as many as fill its temporal patches.
+) -> PixelCodes:
+    """Patch rows of frames that have the size: as many as fill its temporal patches, or one for each of these.
 
     `values_cv` says what each of the 256 pixel values becomes in each channel.
     """
     grid_t, grid_h, grid_w = size.grid_thw
-    merge, patch, frames_a_patch = rules.merge_size, rules.patch_size, rules.temporal_patch_size
-    assert len(frames_hwc) == grid_t * frames_a_patch
+    merge, patch, num_frames = rules.merge_size, rules.patch_size, len(frames_hwc) // grid_t
+    assert num_frames in (1, rules.temporal_patch_size)
+    assert len(frames_hwc) == grid_t * num_frames
     blocks = (grid_h // merge, grid_w // merge, merge, merge)
-    patches = np.empty((grid_t, *blocks, _CHANNELS, frames_a_patch, patch, patch), np.float32)
+    codes = np.empty((grid_t, *blocks, _CHANNELS, num_frames, patch, patch), np.uint8)
     for index, frame_hwc in enumerate(frames_hwc):
-        group, slot = divmod(index, frames_a_patch)
-        if slot and frame_hwc is frames_hwc[index - 1]:
-            patches[group, ..., slot, :, :] = patches[group, ..., slot - 1, :, :]
-            continue
         cells = frame_hwc.reshape(grid_h // merge, merge, patch, grid_w // merge, merge, patch, _CHANNELS)
-        ordered = np.ascontiguousarray(cells.transpose(0, 3, 1, 4, 6, 2, 5))
-        for channel in range(_CHANNELS):
-            patches[group, ..., channel, slot, :, :] = values_cv[channel].take(ordered[..., channel, :, :])
-    return patches.reshape(grid_t * grid_h * grid_w, -1)
+        group, slot = divmod(index, num_frames)
+        codes[group, ..., slot, :, :] = cells.transpose(0, 3, 1, 4, 6, 2, 5)
+    num_inputs = _CHANNELS * rules.temporal_patch_size * patch * patch
+    return PixelCodes(codes.reshape(grid_t * grid_h * grid_w, -1), values_cv, num_inputs)
 
 
 def _values(rules: ImageProcessorConfig) -> NDArray[np.float32]:

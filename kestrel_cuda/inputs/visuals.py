@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.checkpoint.processor_json import check_processor, read_image_processor, read_video_processor
 from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcessorConfig
 from kestrel_cuda.errors import InputError, SettingError
@@ -64,10 +62,10 @@ class OpenedPicture:
     def placeholder(self) -> Placeholder:
         return Placeholder("image", self.size.num_tokens)
 
-    def pixels_mk(self) -> NDArray[np.float32]:
+    def pixels(self) -> PixelCodes:
         """Its patches, a row each."""
         with naming_file(self.path, SCALE_DOWN):
-            return image_patches(self.picture, self.rules).pixel_values
+            return image_patches(self.picture, self.rules).pixels
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,10 @@ class OpenedVideo:
     def placeholder(self) -> Placeholder:
         return Placeholder("video", self.size.num_tokens // self.size.grid_thw[0], self.seconds)
 
-    def pixels_mk(self) -> NDArray[np.float32]:
+    def pixels(self) -> PixelCodes:
         """Its patches, a row each, frame pair after frame pair."""
         with naming_file(_name(self.path), FEWER_FRAMES):
-            return video_patches(self.video, self.rules).pixel_values
+            return video_patches(self.video, self.rules).pixels
 
 
 OpenedVisual: TypeAlias = OpenedPicture | OpenedVideo

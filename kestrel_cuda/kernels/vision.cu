@@ -1,4 +1,4 @@
-// The vision tower's steps on single rows: LayerNorm, learned positions, rotation of queries and keys, rounding.
+// The vision tower's steps on single rows: LayerNorm, learned positions, rotation of queries and keys, pixels.
 // Rows are patches, or tokens of several patches side by side; between the steps they are bfloat16 or float32.
 
 #include "common.cuh"
@@ -86,9 +86,24 @@ __device__ inline void rotate_patches(Value* qkv_mn, const int* places_m2, const
 ROTATE_PATCHES(bf16, u16)
 ROTATE_PATCHES(f32, float)
 
-// y = x in bfloat16. Grid: ceil(count / 256).
-extern "C" __global__ void __launch_bounds__(kValueThreads)
-round_to_bf16(const float* x, u16* y, i64 count) {
-    const i64 at = (i64)blockIdx.x * kValueThreads + threadIdx.x;
-    if (at < count) y[at] = float_to_bf16(x[at]);
+// Pixels of 8 bits as rows of k values. A channel has so many inputs of a row and so many codes: those of all frames of
+// the patch, or of one that stands for all; values_cv says what each code is in each channel. Grid: (m, ceil(k / 256)).
+template <typename Value>
+__device__ inline void put_pixels(const u8* codes_mk, const float* values_cv, Value* x_mk, int k, int channel_inputs,
+                                  int channel_codes) {
+    const int at = blockIdx.y * kValueThreads + threadIdx.x;
+    if (at >= k) return;
+    const int channel = at / channel_inputs, i = at % channel_inputs % channel_codes;
+    const i64 row_codes = (i64)(k / channel_inputs) * channel_codes;
+    const u8 code = codes_mk[blockIdx.x * row_codes + channel * channel_codes + i];
+    store_value(x_mk, (i64)blockIdx.x * k + at, values_cv[channel * 256 + code]);
 }
+
+#define PUT_PIXELS(SUFFIX, VALUE)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(kValueThreads)                                                      \
+    put_pixels_##SUFFIX(const u8* codes_mk, const float* values_cv, VALUE* x_mk, int k, int channel_inputs,          \
+                        int channel_codes) {                                                                         \
+        put_pixels(codes_mk, values_cv, x_mk, k, channel_inputs, channel_codes);                                     \
+    }
+PUT_PIXELS(bf16, u16)
+PUT_PIXELS(f32, float)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kestrel_cuda.backends.base import Array, Backend
-from kestrel_cuda.backends.vision import After, PatchPlaces
+from kestrel_cuda.backends.vision import After, PatchPlaces, PixelCodes
 from kestrel_cuda.checkpoint.names import BlockPart
 from kestrel_cuda.config import Grid, VisionConfig
 from kestrel_cuda.errors import InternalError
@@ -75,7 +75,8 @@ def _buffers(config: VisionConfig, max_rows: int, dtype: DTypeLike) -> dict[str,
         "x": ((max_rows, n), dtype),
         "qkv": ((max_rows, 3 * n), dtype),
         "inner": ((pass_rows, config.intermediate_size), dtype),
-        "pixels": ((pass_rows, config.patch_inputs), np.float32),
+        "codes": ((pass_rows, config.patch_inputs), np.uint8),
+        "values": ((config.in_channels, 256), np.float32),
         "patches": ((pass_rows, config.patch_inputs), dtype),
     }
 
@@ -97,21 +98,22 @@ class Tower:
         shapes = _buffers(config, max_rows, weights.dtype)
         self._buffers: dict[str, Array] = {name: backend.zeros(*shape) for name, shape in shapes.items()}
 
-    def encode(self, pixels_mk: Rows, grid: Grid, out: VisionFeatures) -> None:
-        """Write the features of one picture or video; `pixels_mk` has a row for each patch of `grid`: channels, frames,
-        patch rows, patch columns."""
+    def encode(self, pixels: PixelCodes, grid: Grid, out: VisionFeatures) -> None:
+        """Write the features of one picture or video; `pixels` has a row for each patch of `grid`."""
         num_frames, num_rows, num_columns = grid
         config, backend = self._config, self._backend
         sides_fit = num_rows % config.merge_size == 0 == num_columns % config.merge_size
-        if min(grid) < 1 or not sides_fit or pixels_mk.shape != (math.prod(grid), config.patch_inputs):
-            raise InternalError(f"pixels {list(pixels_mk.shape)} are not those of grid {list(grid)}")
+        shape = (len(pixels), pixels.num_inputs)
+        if min(grid) < 1 or not sides_fit or shape != (math.prod(grid), config.patch_inputs):
+            raise InternalError(f"pixels {list(shape)} are not those of grid {list(grid)}")
         frame_rows, at_once = num_rows * num_columns, _frames_at_once(grid)
         on_host = frame_places(config, num_rows, num_columns)
+        backend.write(self._buffers["values"], pixels.values_cv)
         places = PatchPlaces(*(backend.to_device(array) for array in on_host.arrays()))
         for frame in range(0, num_frames, at_once):
             begin, end = frame * frame_rows, min(frame + at_once, num_frames) * frame_rows
             features = out.rows(begin // config.patches_per_token, end // config.patches_per_token)
-            self._frames(pixels_mk[begin:end], places, features)
+            self._frames(pixels.rows(begin, end), places, features)
         for array in places.arrays():
             backend.free(array)
 
@@ -121,11 +123,11 @@ class Tower:
             self._backend.free(array)
         self._buffers = {}
 
-    def _frames(self, pixels_mk: Rows, places: PatchPlaces, out: VisionFeatures) -> None:
+    def _frames(self, pixels: PixelCodes, places: PatchPlaces, out: VisionFeatures) -> None:
         backend, config, weights = self._backend, self._config, self._weights
-        num_rows = len(pixels_mk)
+        num_rows = len(pixels)
         h, x, qkv = (self._buffers[name][:num_rows] for name in ("h", "x", "qkv"))
-        self._embed(pixels_mk, h)
+        self._embed(pixels, h)
         backend.add_patch_positions(h, weights.positions_pn, places)
         self._see("block in", h)
         # In the order of the blocks, whatever the order of the mergers (modeling_qwen3_vl.py does the same).
@@ -148,12 +150,13 @@ class Tower:
         backend.layer_norm(h, weights.merger.norm, x)
         self._merge(weights.merger, x, out.tokens_mn)
 
-    def _embed(self, pixels_mk: Rows, h: Array) -> None:
+    def _embed(self, pixels: PixelCodes, h: Array) -> None:
         backend = self._backend
-        for begin, end in _passes(len(pixels_mk)):
-            pixels, patches = (self._buffers[name][: end - begin] for name in ("pixels", "patches"))
-            backend.write(pixels, pixels_mk[begin:end])
-            backend.put_pixels(patches, pixels)
+        for begin, end in _passes(len(pixels)):
+            codes_mk, patches = pixels.codes_mk[begin:end], self._buffers["patches"][: end - begin]
+            codes = self._buffers["codes"].reshape(-1)[: codes_mk.size].reshape(codes_mk.shape)
+            backend.write(codes, codes_mk)
+            backend.put_pixels(patches, codes, self._buffers["values"])
             backend.affine(patches, self._weights.patch_embed, h[begin:end])
 
     def _merge(self, merger: MergerWeights, x: Array, out: Array) -> None:
@@ -180,20 +183,18 @@ def encode_all(
     backend: Backend,
     config: VisionConfig,
     weights: TowerWeights,
-    pixels_mk: Rows,
+    pixels: Sequence[PixelCodes],
     grids: Sequence[Grid],
     observe: TowerObserver | None = None,
 ) -> VisionFeatures:
-    """Features of at least one picture or video, one after the other; their pixel rows follow one another too."""
+    """Features of at least one picture or video, one after the other."""
     ends = [0, *np.cumsum([math.prod(grid) for grid in grids]).tolist()]
-    if ends[-1] != len(pixels_mk):
-        raise InternalError(f"{len(pixels_mk)} rows of pixels are not those of grids {[list(grid) for grid in grids]}")
     tower = Tower(backend, config, weights, rows_at_once(grids), observe)
     shape = (sum(config.num_tokens(grid) for grid in grids), config.out_hidden_size)
     levels = range(len(config.deepstack_blocks))
     features = VisionFeatures(backend.zeros(shape, np.float32), tuple(backend.zeros(shape, np.float32) for _ in levels))
-    for (begin, end), grid in zip(pairwise(ends), grids, strict=True):
+    for (begin, end), one, grid in zip(pairwise(ends), pixels, grids, strict=True):
         tokens = (begin // config.patches_per_token, end // config.patches_per_token)
-        tower.encode(pixels_mk[begin:end], grid, features.rows(*tokens))
+        tower.encode(one, grid, features.rows(*tokens))
     tower.free()
     return features

@@ -132,16 +132,22 @@ def test_layer_norm(backend: Backend, kind: Any, k: int) -> None:
     assert_close(read(backend, out), normed * weights + bias, max_nmse=BOUND[kind])
 
 
-def test_pixels_are_rounded_to_nearest_even(backend: Backend) -> None:
-    values = np.array([[1.0, 1.00390625, 1.01171875, -1.00390625, 3.4e38, -0.0, 1e-40, np.nan]], np.float32)
-    out = backend.zeros((1, 8), backend.patch_dtype(vision(2, 32)))
-    backend.put_pixels(out, backend.to_device(values))
-    found = read(backend, out)[0]
-    if backend.name == "cpu":
-        assert_same_bits(found, values[0])
-    else:
-        assert found[:6].tolist() == [1.0, 1.0, 1.015625, -1.0, np.inf, 0.0]
-        assert np.isnan(found[7])
+@pytest.mark.parametrize("num_frames", [1, 2])
+def test_pixels_become_their_channels_values_in_every_frame(backend: Backend, num_frames: int) -> None:
+    m, area = 19, 30
+    codes = rng(num_frames).integers(0, 256, (m, 3, num_frames, area), np.uint8)
+    values_cv = normal(rng(9), 3, 256)
+    values_cv[:, :6] = [1.0, 1.00390625, 1.01171875, -1.00390625, -0.0, 1e-40]
+    expected = np.stack([values_cv[channel][codes[:, channel]] for channel in range(3)], axis=1)
+    expected = np.broadcast_to(expected, (m, 3, 2, area)).reshape(m, -1)
+    for kind in KINDS[: 1 if backend.name == "cpu" else 2]:
+        out = empty(backend, (m, 6 * area), kind)
+        on_device = (backend.to_device(array) for array in (codes.reshape(m, -1), values_cv))
+        backend.put_pixels(out, *on_device)
+        nearest_even = widen(narrow(expected)) if kind == BFLOAT16 else expected
+        found = read(backend, out)
+        tiny = np.abs(nearest_even) < 1e-38  # zeros on a GPU
+        assert_same_bits(np.where(tiny, 0, found), np.where(tiny, 0, nearest_even))
 
 
 def places_on(backend: Backend, config: VisionConfig, rows: int, columns: int) -> PatchPlaces:

@@ -62,13 +62,13 @@ def test_three_lines_a_picture(inspect: Inspect, released: Path, tmp_path: Path)
         f"{photo}: 1920 x 1080 (height x width); turned by 90° clockwise (EXIF orientation 6)\n"
         "  resized to 1920 x 1088, grid 1 x 120 x 68, 2040 tokens; "
         "--image-tokens 1040 (--max-pixels 1064960) would make it 1008\n"
-        "  encoding takes 73.5 GFLOP, about 8 ms on an H200, and 84.97 MiB of a GPU: tower 1.23 MiB, "
-        "buffers 79.76 MiB, features 3.98 MiB\n"
+        "  encoding takes 73.5 GFLOP, about 8 ms on an H200, and 49.11 MiB of a GPU: tower 1.23 MiB, "
+        "buffers 43.90 MiB, features 3.98 MiB\n"
         f"{cut_out}: 256 x 256 (height x width); transparency laid over white\n"
         "  resized to 256 x 256, grid 1 x 16 x 16, 64 tokens; "
         "no smaller limit halves that: pictures have at least 65536 pixels (--min-pixels)\n"
-        "  encoding takes 0.235 GFLOP, about 8 ms on an H200, and 3.85 MiB of a GPU: tower 1.23 MiB, "
-        "buffers 2.50 MiB, features 128.00 KiB\n"
+        "  encoding takes 0.235 GFLOP, about 8 ms on an H200, and 2.73 MiB of a GPU: tower 1.23 MiB, "
+        "buffers 1.38 MiB, features 128.00 KiB\n"
     )
     assert err.startswith("settings")
     assert "embedded" not in err

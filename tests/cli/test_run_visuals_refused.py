@@ -221,22 +221,22 @@ def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("vram", "advice"),
     [
-        ("1MiB", "--image-tokens 5 would fit a single one"),
-        ("850KiB", "a single one of at most 2 would fit, and pictures have at least 4 (--min-pixels)"),
+        ("920KiB", "--image-tokens 5 would fit a single one"),
+        ("850KiB", "a single one of at most 3 would fit, and pictures have at least 4 (--min-pixels)"),
         ("100KiB", "not even the smallest picture would fit: give more memory, or leave pictures out"),
     ],
 )
 def test_a_picture_without_room_to_encode_it(refuse: Refuse, vram: str, advice: str) -> None:
     """What is advised is a limit that the checkpoint takes."""
     line = refuse("--image", IMAGES / "rgb_100x75.png", "hi", "--vram", vram, model=TINY_RANDOM)
-    assert line.startswith("encoding pictures of 6 tokens needs 1.02 MiB (the vision tower ")
+    assert line.startswith("encoding pictures of 6 tokens needs 934.39 KiB (the vision tower ")
     assert line.endswith(f"; {advice}")
 
 
 def test_a_picture_with_its_own_limit_and_no_room(refuse: Refuse, conversation: Conversation) -> None:
     part = {"type": "image", "image": "rgb_100x75.png", "max_pixels": 8000}
     line = refuse(
-        "--messages", conversation([{"role": "user", "content": [part]}]), "--vram", "1MiB", model=TINY_RANDOM
+        "--messages", conversation([{"role": "user", "content": [part]}]), "--vram", "920KiB", model=TINY_RANDOM
     )
     assert line.endswith("; a single one of at most 5 tokens would fit (max_pixels in the conversation)")
 
@@ -251,7 +251,7 @@ def test_a_picture_with_its_own_limit_and_no_room(refuse: Refuse, conversation: 
 def test_a_video_without_room_to_encode_it(refuse: Refuse, tmp_path: Path, vram: str, advice: str) -> None:
     clip = frames(tmp_path / "clip", 6)
     line = refuse("--video", clip, "hi", "--vram", vram, model=TINY_RANDOM)
-    assert line.startswith("encoding videos of 12 tokens needs 1.32 MiB")
+    assert line.startswith("encoding videos of 12 tokens needs 1.11 MiB")
     assert line.endswith(f"; {advice}")
     both = refuse("--video", clip, "--image", IMAGES / "rgb_96x64.png", "hi", "--vram", vram, model=TINY_RANDOM)
     assert both.startswith("encoding pictures and videos of 18 tokens")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.config import EngineConfig, Grid, Quant, VisionConfig
 from kestrel_cuda.encode import encode_cost
 from kestrel_cuda.engine import Engine
@@ -20,6 +20,7 @@ from kestrel_cuda.model.visual_rows import EncodedVisuals
 from tests.checkpoints import RELEASED_TOWER
 from tests.engines import generate
 from tests.goldens import checkpoint, golden, pixels_and_grids
+from tests.pixel_codes import VALUES, codes_of
 
 NAME = "tiny-dense-tied/img-two"
 CTX = 160
@@ -45,11 +46,12 @@ def opened(backend_name: str) -> Iterator[Open]:
 
 def encode(engine: Engine) -> EncodedVisuals:
     pixels_mk, grids = pixels_and_grids(golden(NAME)[0], "image")
-    return engine.encode_visuals([Visual("image", grid) for grid in grids], pixels_mk)
+    return engine.encode_visuals([Visual("image", grid) for grid in grids], codes_of(pixels_mk, grids))
 
 
-def blank(vision: VisionConfig, grid: Grid) -> NDArray[np.float32]:
-    return np.zeros((math.prod(grid), vision.patch_inputs), np.float32)
+def blank(vision: VisionConfig, grid: Grid) -> list[PixelCodes]:
+    codes_mk = np.zeros((math.prod(grid), vision.patch_inputs), np.uint8)
+    return [PixelCodes(codes_mk, VALUES, vision.patch_inputs)]
 
 
 def allocated(engine: Engine) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kestrel_cuda.backends import cpu_vision
 from kestrel_cuda.backends.base import Backend
-from kestrel_cuda.backends.vision import BFLOAT16, Affine
+from kestrel_cuda.backends.vision import BFLOAT16, Affine, PixelCodes
 from kestrel_cuda.checkpoint.names import BlockPart
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.config import Grid, VisionConfig
@@ -36,6 +36,7 @@ from scripts.make_tiny_model import make_t0
 from tests.checkpoints import copy, read_tensors, write_tensors
 from tests.compare import assert_close
 from tests.goldens import ORACLE, checkpoint, golden, golden_names, pixels_and_grids
+from tests.pixel_codes import VALUES, codes_of, random_pixels
 
 GOLDENS = golden_names("img", "vid")
 FEATURES = 1e-4
@@ -62,11 +63,11 @@ def t0(t0_folder: Path, backend: Backend) -> Tower:
 
 
 def encode(
-    backend: Backend, tower: Tower, pixels_mk: Rows, grids: list[Grid], observe: TowerObserver | None = None
+    backend: Backend, tower: Tower, pixels: list[PixelCodes], grids: list[Grid], observe: TowerObserver | None = None
 ) -> VisionFeatures:
     """Features on the host, the tower's memory given back."""
     before = backend.memory().allocated_bytes
-    features = encode_all(backend, *tower, pixels_mk, grids, observe)
+    features = encode_all(backend, *tower, pixels, grids, observe)
     found = VisionFeatures(
         backend.to_host(features.tokens_mn), tuple(backend.to_host(level) for level in features.deepstack_mn)
     )
@@ -84,11 +85,6 @@ def free(backend: Backend, weights: TowerWeights) -> None:
 def changed_affine(backend: Backend, affine: Affine, **parts: Rows) -> Affine:
     """With other weights or biases, which stay until the backend closes."""
     return replace(affine, **{name: backend.to_device(np.ascontiguousarray(part)) for name, part in parts.items()})
-
-
-def random_pixels(config: VisionConfig, grid: Grid, seed: int = 0) -> Rows:
-    generator = np.random.default_rng(seed)
-    return generator.uniform(-1, 1, (math.prod(grid), config.patch_inputs)).astype(np.float32)
 
 
 def assert_same(first: VisionFeatures, second: VisionFeatures) -> None:
@@ -112,7 +108,7 @@ def test_features_are_the_goldens(backend: Backend, name: str) -> None:
     features = encode(
         backend,
         (config, weights),
-        pixels_mk,
+        codes_of(pixels_mk, grids),
         grids,
         lambda what, rows_mk: seen.setdefault(what, []).append(rows_mk),
     )
@@ -139,7 +135,8 @@ def test_features_in_bfloat16_are_near_the_goldens(cuda_backend: Backend, name: 
     config, weights = read(checkpoint(name), cuda_backend, BFLOAT16)
     assert cuda_backend.patch_dtype(config) == BFLOAT16
     kind = "video" if "video_grid_thw" in arrays else "image"
-    features = encode(cuda_backend, (config, weights), *pixels_and_grids(arrays, kind))
+    pixels_mk, grids = pixels_and_grids(arrays, kind)
+    features = encode(cuda_backend, (config, weights), codes_of(pixels_mk, grids), grids)
     free(cuda_backend, weights)
     assert_close(features.tokens_mn, arrays[f"{kind}_embeds"], max_nmse=4e-4, what=f"{name} embeds")
     for level, rows_mn in enumerate(features.deepstack_mn):
@@ -165,8 +162,7 @@ def test_memory_is_what_is_said_before(backend: Backend, t0_folder: Path, dtype:
     backend.reset_peak()
     before = backend.memory().allocated_bytes
     grids: list[Grid] = [(1, 10, 12), (3, 4, 6)]
-    pixels_mk = np.concatenate([random_pixels(config, grid) for grid in grids])
-    encode(backend, (config, weights), pixels_mk, grids)
+    encode(backend, (config, weights), [random_pixels(config, grid) for grid in grids], grids)
     said = tower_work_bytes(config, grids, dtype) + feature_bytes(config, grids)
     assert 0.98 * said < backend.memory().peak_allocated_bytes - before <= said
     free(backend, weights)
@@ -181,10 +177,10 @@ def test_frames_go_through_together_as_far_as_a_pass_holds() -> None:
 def test_frames_in_several_goes_are_as_in_one(backend: Backend, t0: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit on the GPU, where a row's sums do not depend on how many rows there are."""
     grid: Grid = (5, 4, 6)
-    pixels_mk = random_pixels(t0[0], grid)
-    together = encode(backend, t0, pixels_mk, [grid])
+    pixels = [random_pixels(t0[0], grid)]
+    together = encode(backend, t0, pixels, [grid])
     monkeypatch.setattr(vision, "PASS_ROWS", 50)
-    apart = encode(backend, t0, pixels_mk, [grid])
+    apart = encode(backend, t0, pixels, [grid])
     free(backend, t0[1])
     if backend.name == "cpu":
         assert_close(apart.tokens_mn, together.tokens_mn, max_abs=FEATURES)
@@ -197,9 +193,9 @@ def test_case_d24_two_images_are_each_as_alone(backend: Backend, t0: Tower) -> N
     config, weights = t0
     small, large = (1, 4, 6), (1, 10, 8)
     pixels = {grid: random_pixels(config, grid) for grid in (small, large)}
-    alone = {grid: encode(backend, t0, pixels[grid], [grid]) for grid in (small, large)}
+    alone = {grid: encode(backend, t0, [pixels[grid]], [grid]) for grid in (small, large)}
     for first, second in ((small, large), (large, small)):
-        both = encode(backend, t0, np.concatenate([pixels[first], pixels[second]]), [first, second])
+        both = encode(backend, t0, [pixels[first], pixels[second]], [first, second])
         num_first, num_all = config.num_tokens(first), len(both.tokens_mn)
         assert num_all == num_first + config.num_tokens(second)
         assert_same(both.rows(0, num_first), alone[first])
@@ -208,10 +204,10 @@ def test_case_d24_two_images_are_each_as_alone(backend: Backend, t0: Tower) -> N
 
 
 def test_frame_pairs_of_a_video_do_not_see_one_another(backend: Backend, t0: Tower) -> None:
-    pixels_mk = random_pixels(t0[0], (3, 4, 6))
-    video = encode(backend, t0, pixels_mk, [(3, 4, 6)])
+    pixels = random_pixels(t0[0], (3, 4, 6))
+    video = encode(backend, t0, [pixels], [(3, 4, 6)])
     for frame in range(3):
-        alone = encode(backend, t0, pixels_mk[24 * frame : 24 * (frame + 1)], [(1, 4, 6)])
+        alone = encode(backend, t0, [pixels.rows(24 * frame, 24 * (frame + 1))], [(1, 4, 6)])
         found = video.rows(6 * frame, 6 * (frame + 1))
         for one, other in zip(found.arrays(), alone.arrays(), strict=True):
             # The CPU's products round differently in batches of another size.
@@ -227,13 +223,17 @@ def test_case_d31_patch_embedding_has_both_slices_and_a_bias(backend: Backend, t
     kernel[:, :, 1] = -kernel[:, :, 0]
     embed = changed_affine(backend, weights.patch_embed, weight=kernel.reshape(config.hidden_size, -1), bias=bias_n)
     changed = replace(weights, patch_embed=embed, positions_pn=backend.zeros(weights.positions_pn.shape, np.float32))
-    frame = np.random.default_rng(0).uniform(-1, 1, (16, 3, 1, 16, 16)).astype(np.float32)
+    values_cv = VALUES.copy()
+    values_cv[:, 0] = 0
+    frame = np.random.default_rng(0).integers(1, 256, (16, 3, 1, 256), np.uint8)
     seen: dict[str, Rows] = {}
-    twice = frame.repeat(2, axis=2).reshape(16, -1)
-    encode(backend, (config, changed), twice, [(1, 4, 4)], seen.__setitem__)
+    twice = PixelCodes(frame.reshape(16, -1), values_cv, config.patch_inputs)
+    encode(backend, (config, changed), [twice], [(1, 4, 4)], seen.__setitem__)
     assert_close(seen["block in"], np.tile(bias_n, (16, 1)), max_abs=1e-4)
-    once = np.concatenate([frame, np.zeros_like(frame)], axis=2).reshape(16, -1)
-    encode(backend, (config, changed), once, [(1, 4, 4)], seen.__setitem__)
+    once = PixelCodes(
+        np.concatenate([frame, np.zeros_like(frame)], axis=2).reshape(16, -1), values_cv, config.patch_inputs
+    )
+    encode(backend, (config, changed), [once], [(1, 4, 4)], seen.__setitem__)
     assert np.abs(seen["block in"] - bias_n).max() > 0.1
 
 
@@ -242,10 +242,10 @@ def test_case_d32_deepstack_after_a_block_counted_from_0(backend: Backend, t0: T
     """In the order of the blocks; the merger is the one that the block has in the list."""
     config, weights = t0
     changed = replace(weights, deepstack=tuple(weights.deepstack[i] for i in range(len(blocks))))
-    pixels_mk, grid = random_pixels(config, (1, 4, 6)), (1, 4, 6)
+    pixels, grid = [random_pixels(config, (1, 4, 6))], (1, 4, 6)
     seen: dict[str, Rows] = {}
     of_blocks = replace(config, deepstack_blocks=blocks)
-    found = encode(backend, (of_blocks, changed), pixels_mk, [grid], seen.__setitem__).deepstack_mn
+    found = encode(backend, (of_blocks, changed), pixels, [grid], seen.__setitem__).deepstack_mn
     assert len(found) == len(blocks)
 
     def parts(affine: Affine) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -317,18 +317,16 @@ def test_weights_that_are_not_finite_are_named(cpu_backend: Backend, tmp_path: P
 def test_pixels_of_another_grid_are_our_own_mistake(cpu_backend: Backend, t0_folder: Path, grid: Any) -> None:
     tower = read(t0_folder, cpu_backend)
     num_rows = 24 if grid == (1, 3, 8) else 16
-    pixels_mk = random_pixels(tower[0], (1, 1, num_rows))
+    pixels = random_pixels(tower[0], (1, 1, num_rows))
     with pytest.raises(InternalError, match="are not those of grid"):
-        encode_all(cpu_backend, *tower, pixels_mk, [grid])
-    with pytest.raises(InternalError, match="are not those of grids"):
-        encode_all(cpu_backend, *tower, pixels_mk, [grid, grid])
+        encode_all(cpu_backend, *tower, [pixels], [grid])
 
 
 def test_each_part_of_a_block_is_read(backend: Backend, t0: Tower) -> None:
     """A part that were left out would leave the features as they are."""
     config, weights = t0
-    pixels_mk, grid = random_pixels(config, (1, 4, 4)), (1, 4, 4)
-    before = encode(backend, t0, pixels_mk, [grid]).tokens_mn
+    pixels, grid = [random_pixels(config, (1, 4, 4))], (1, 4, 4)
+    before = encode(backend, t0, pixels, [grid]).tokens_mn
     for block in range(config.depth):
         for name in BlockPart:
             for field in ("weight", "bias"):
@@ -338,5 +336,5 @@ def test_each_part_of_a_block_is_read(backend: Backend, t0: Tower) -> None:
                 blocks = list(weights.blocks)
                 blocks[block] = blocks[block] | {name: shaken}
                 changed = replace(weights, blocks=tuple(blocks))
-                found = encode(backend, (config, changed), pixels_mk, [grid]).tokens_mn
+                found = encode(backend, (config, changed), pixels, [grid]).tokens_mn
                 assert not np.array_equal(found, before), f"block {block} {name} {field}"

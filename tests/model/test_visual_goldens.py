@@ -21,6 +21,7 @@ from kestrel_cuda.model.visual_rows import EncodedVisuals
 from tests.compare import assert_close
 from tests.engines import generate
 from tests.goldens import checkpoint, golden, golden_names, pixels_and_grids
+from tests.pixel_codes import codes_of
 
 GOLDENS = golden_names("img", "vid")
 CTX = 160
@@ -32,7 +33,7 @@ Load = Callable[..., Engine]
 def encoded(engine: Engine, arrays: dict[str, NDArray[Any]]) -> EncodedVisuals:
     kind = "video" if "video_grid_thw" in arrays else "image"
     pixels_mk, grids = pixels_and_grids(arrays, kind)
-    return engine.encode_visuals([Visual(kind, grid) for grid in grids], pixels_mk)  # type: ignore[arg-type]
+    return engine.encode_visuals([Visual(kind, grid) for grid in grids], codes_of(pixels_mk, grids))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -108,9 +109,7 @@ def test_case_d24_swapped_images_change_the_answer(shared: Load) -> None:
     arrays, _ = golden(name)
     engine = shared(checkpoint(name), quant=Quant.NONE, ctx=CTX)
     pixels_mk, grids = pixels_and_grids(arrays, "image")
-    swapped = engine.encode_visuals(
-        [Visual("image", grid) for grid in grids[::-1]], np.concatenate([pixels_mk[16:], pixels_mk[:16]])
-    )
+    swapped = engine.encode_visuals([Visual("image", grid) for grid in grids[::-1]], codes_of(pixels_mk, grids)[::-1])
     pad = engine.checkpoint.config.image_token_id
     ids = arrays["input_ids"].tolist()
     first, second = (i for i in range(len(ids)) if ids[i] == pad and ids[i - 1] != pad)

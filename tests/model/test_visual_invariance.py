@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from kestrel_cuda.config import Grid, Quant
@@ -13,6 +11,7 @@ from kestrel_cuda.engine import Engine
 from kestrel_cuda.model.prompt_positions import Visual
 from tests.engines import generate
 from tests.goldens import ORACLE
+from tests.pixel_codes import random_pixels
 
 MODEL = ORACLE / "checkpoints/tiny-dense-tied"
 PICTURES: tuple[Grid, ...] = ((1, 4, 6), (1, 8, 2), (1, 6, 10))
@@ -28,13 +27,11 @@ def digest(engine: Engine, grids: tuple[Grid, ...]) -> str:
     config = engine.checkpoint.config
     assert config.vision is not None
     assert config.image_token_id is not None
-    random = np.random.default_rng(3)
     ids = [5, 6, 7]
     for number, grid in enumerate(grids):
         ids += [*[config.image_token_id] * config.vision.num_tokens(grid), 8 + number, 9]
-    num_patches = sum(math.prod(grid) for grid in grids)
-    pixels_mk = random.uniform(-1, 1, (num_patches, config.vision.patch_inputs)).astype(np.float32)
-    encoded = engine.encode_visuals([Visual("image", grid) for grid in grids], pixels_mk)
+    pixels = [random_pixels(config.vision, grid, seed) for seed, grid in enumerate(grids)]
+    encoded = engine.encode_visuals([Visual("image", grid) for grid in grids], pixels)
     return generate(engine, ids, 8, encoded=encoded).digest
 
 

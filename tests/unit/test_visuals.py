@@ -39,10 +39,12 @@ def image(name: str, **own: int) -> VisualSource:
 def test_pixels_are_the_goldens() -> None:
     arrays, _ = golden("tiny-dense-tied/img-two")
     pictures = opened(image("grey_64x48"), image("rgb_100x75"))
-    assert np.array_equal(np.concatenate([picture.pixels_mk() for picture in pictures]), arrays["pixel_values"])
+    assert np.array_equal(
+        np.concatenate([picture.pixels().values_mk() for picture in pictures]), arrays["pixel_values"]
+    )
     arrays, _ = golden("tiny-dense-tied/vid-clip")
     (clip,) = opened(VisualSource("video", CLIP, fps=2.0))
-    assert np.array_equal(clip.pixels_mk(), arrays["pixel_values_videos"])
+    assert np.array_equal(clip.pixels().values_mk(), arrays["pixel_values_videos"])
     assert clip.placeholder == ("video", 4, (0.25, 1.25))
     assert clip.notes == ()
 
