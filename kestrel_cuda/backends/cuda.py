@@ -28,6 +28,7 @@ PIECE_INPUTS = 128
 MAX_ROWS_KERNEL = 4
 MAX_WARPS = 16
 FLOAT_ROWS = 8
+SILU_INPUTS = 1024
 
 _TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2}
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
@@ -131,7 +132,7 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         else:
             k_padded = out.codes_mk.shape[1]
             self.kernels["silu_mul_quantize"](
-                (-(-k_padded // 256), num_rows), (256,), gate_up=gate_up_mn, codes_mk=out.codes_mk,
+                (-(-k_padded // SILU_INPUTS), num_rows), (256,), gate_up=gate_up_mn, codes_mk=out.codes_mk,
                 scales_mg=out.scales_mg, k=k, k_padded=k_padded, ld=ld, up_column=up_column,
             )  # fmt: skip
 

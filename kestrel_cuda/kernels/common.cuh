@@ -118,13 +118,21 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// The code of this lane's value in an activation group of 32, one a lane: s = amax / 127, code = rint(x * (1 / s)).
-// A NaN or an infinity ends up in the scale, so it reaches the logits instead of becoming a plausible code.
-__device__ inline int quantize_in_group(float x, float& scale) {
-    const u32 amax_bits = __reduce_max_sync(0xffffffffu, __float_as_uint(x) & 0x7fffffffu);
-    scale = div_rn(__uint_as_float(amax_bits), 127.0f);
-    if (scale < kSmallestScale) scale = 0.0f;
+// An activation group of 32: s = amax / 127, code = rint(x * (1 / s)). A NaN or an infinity ends up in the scale, so it
+// reaches the logits instead of becoming a plausible code.
+__device__ inline float group_scale(u32 amax_bits) {
+    const float scale = div_rn(__uint_as_float(amax_bits), 127.0f);
+    return scale < kSmallestScale ? 0.0f : scale;
+}
+
+__device__ inline int code_of(float x, float scale) {
     return scale != 0.0f ? max(-127, min(127, __float2int_rn(mul_rn(x, div_rn(1.0f, scale))))) : 0;
+}
+
+// The code of this lane's value in a group that has one a lane.
+__device__ inline int quantize_in_group(float x, float& scale) {
+    scale = group_scale(__reduce_max_sync(0xffffffffu, __float_as_uint(x) & 0x7fffffffu));
+    return code_of(x, scale);
 }
 
 __device__ inline void quantize_group(float x, i8* codes, float* scale) {
