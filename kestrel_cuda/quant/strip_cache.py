@@ -33,9 +33,6 @@ from kestrel_cuda.quant.strip_manifest import (
     slab_name,
 )
 
-_READ_AHEAD_BYTES = 2**17
-"""What one piece of advice is good for: Linux reads no more at it than the device's read-ahead, 128 KiB by default."""
-
 _RUN_AGAIN = "run again, and what is damaged is rebuilt"
 _MAX_MANIFEST_BYTES = 2**26  # thousands of layers take less
 
@@ -162,12 +159,6 @@ class StripCache:
         start, num_bytes = self._ranges[layout.layer]
         return np.frombuffer(self._memory, np.uint8, num_bytes, start)
 
-    def advise_ahead(self, layer: int) -> None:
-        """Have the system read a layer into memory; returns when it is queued, so a thread of its own is best."""
-        start, num_bytes = self._ranges[layer]
-        for offset in range(0, num_bytes, _READ_AHEAD_BYTES):
-            self._advise(start + offset, min(_READ_AHEAD_BYTES, num_bytes - offset), "WILLNEED")
-
     def advise_away(self, layer: int) -> None:
         """Let the system forget a layer that it keeps in memory, as far as whole pages go."""
         start, num_bytes = self._ranges[layer]
@@ -175,7 +166,8 @@ class StripCache:
         if last > first:
             # A page that a view has touched stays until the mapping lets go of it.
             self._memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
-        self._advise(start, num_bytes, "DONTNEED")
+        if hasattr(os, "posix_fadvise"):  # macOS lacks it, and it is only advice
+            os.posix_fadvise(self._file, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Nothing is read after this, views apart: they hold the mapping until they are gone."""
@@ -190,10 +182,6 @@ class StripCache:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _advise(self, start: int, num_bytes: int, advice: str) -> None:
-        if hasattr(os, "posix_fadvise"):  # macOS lacks it, and it is only advice
-            os.posix_fadvise(self._file, start, num_bytes, getattr(os, f"POSIX_FADV_{advice}"))
 
     def _damaged_slab(self, layout: SlabLayout, reason: str) -> DamagedStripCache:
         return _damaged(self.path, f"{slab_name(layout.layer)} {reason}")

@@ -35,9 +35,6 @@ class FakeFile:
         self.reads.append(layout.layer)
         host[:] = marker(layout.layer)
 
-    def advise_ahead(self, layer: int) -> None:
-        pass
-
     def advise_away(self, layer: int) -> None:
         self.forgotten.append(layer)
 

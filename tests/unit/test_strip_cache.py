@@ -362,13 +362,6 @@ def test_advice_reaches_the_bytes_of_one_layer(
         np.testing.assert_array_equal(cache.view(layout), packed.slabs[2])
         cache.advise_away(2)
         assert asked == [(start, layout.num_bytes, os.POSIX_FADV_DONTNEED)]
-        asked.clear()
-        monkeypatch.setattr("kestrel_cuda.quant.strip_cache._READ_AHEAD_BYTES", 10_000)
-        cache.advise_ahead(2)
-        ends = [begin + num_bytes for begin, num_bytes, _ in asked]
-        assert [begin for begin, _, _ in asked] == [start, *ends[:-1]], "pieces follow one another"
-        assert ends[-1] == start + layout.num_bytes
-        assert {(num_bytes <= 10_000, advice) for _, num_bytes, advice in asked} == {(True, os.POSIX_FADV_WILLNEED)}
         check_slabs(cache, packed)
 
 
