@@ -194,10 +194,10 @@ __device__ inline void sum_piece(const Stage<kBits>& stage, const Weights<kBits>
     float acc[kSums];
     const auto multiply = [&](int step) {
         const int block = step / kGroupsPerPiece, g = step % kGroupsPerPiece;
+        start_mmas();
         mma_m64n32k32(dots[step % 2], weights.codes[g], x + (block * kMmaM * kSwizzledRow + g * kGroup) / 16);
         commit_mmas();
     };
-    start_mmas();
     multiply(0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

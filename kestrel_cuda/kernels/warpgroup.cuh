@@ -54,7 +54,7 @@ __device__ inline u64 operand(u32 address) {
     return (u64)1 << 62 | (u64)(8 * kSwizzledRow >> 4) << 32 | (u64)1 << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Before the first mma, and after any ordinary write to its registers.
+// Before the first mma, and after ordinary instructions have read or written its registers.
 __device__ inline void start_mmas() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ inline void commit_mmas() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
