@@ -6,6 +6,7 @@
 
 #include "common.cuh"
 #include "vision.cuh"
+#include "vision_outputs.cuh"
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 128;
@@ -54,36 +55,12 @@ struct Copies {
 // A warp's outputs on their way out, 32 rows at a time: from the mma's registers to neighbours that are stored together.
 constexpr int kOutRows = 32;
 constexpr int kOutStride = kWarpTile + 8;
-constexpr int kOutValues = 8;                  // of a lane at a time
 constexpr int kOutLanes = kWarpTile / kOutValues;
 
 union Shared {
     Stage stages[kStages];
     float out[kTileThreads / kWarp][kOutRows * kOutStride];
 };
-
-// Bias and what follows, for eight neighbouring outputs of a row.
-__device__ inline void store_outputs(void* out, i64 at, const float* sums, const float (&bias)[kOutValues], int after,
-                                     int out_is_float) {
-    float y[kOutValues];
-#pragma unroll
-    for (int i = 0; i < kOutValues; ++i) y[i] = finish(add_rn(sums[i], bias[i]), after);
-    if (!out_is_float) {
-        *(uint4*)((u16*)out + at) =
-            make_uint4(pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3]), pack_bf16(y[4], y[5]), pack_bf16(y[6], y[7]));
-        return;
-    }
-    float4* to = (float4*)((float*)out + at);
-#pragma unroll
-    for (int i = 0; i < kOutValues / 4; ++i) {
-        const float4 before = after == kAdd ? to[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        float4 sum = make_float4(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
-        if (after == kAdd)
-            sum = make_float4(add_rn(before.x, sum.x), add_rn(before.y, sum.y), add_rn(before.z, sum.z),
-                              add_rn(before.w, sum.w));
-        to[i] = sum;
-    }
-}
 
 // x_mk [m][k], w_nk [n][k] bfloat16, n and k multiples of 8; out_mn [m][n] bfloat16 or float32.
 // Grid: (ceil(n / 128), ceil(m / 128)).
@@ -186,9 +163,13 @@ affine_bf16(const u16* x_mk, const u16* w_nk, const float* bias_n, void* out_mn,
         const int first_row = first_m + warp_m + half * kOutRows;
 #pragma unroll 1
         for (int row = lane / kOutLanes; row < kOutRows; row += kWarp / kOutLanes)
-            if (column < n && first_row + row < m)
-                store_outputs(out_mn, (i64)(first_row + row) * n + column,
-                              out + row * kOutStride + lane % kOutLanes * kOutValues, bias, after, out_is_float);
+            if (column < n && first_row + row < m) {
+                const i64 at = (i64)(first_row + row) * n + column;
+                Before before;
+                before.load(out_mn, at, after == kAdd);
+                store_outputs(out_mn, at, out + row * kOutStride + lane % kOutLanes * kOutValues, bias, before, after,
+                              out_is_float);
+            }
     }
 }
 
