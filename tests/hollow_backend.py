@@ -231,6 +231,9 @@ def run_vision(backend: Any) -> None:
         for after in After:
             out = np.zeros((m, 72), np.float32 if after is After.ADD else kind)
             backend.affine(x, Affine(np.zeros((72, 64), kind), np.zeros(72, np.float32)), out, after)
+        # Wide enough for three wide tiles to be fewer columns one after another than five narrow ones.
+        wide = Affine(np.zeros((576, 64), kind), np.zeros(576, np.float32))
+        backend.affine(x, wide, np.zeros((m, 576), kind))
         for head_dim in ATTENTION_WARPS:
             config = VisionConfig(1, 2 * head_dim, 2, 64, 64, 3, 16, 2, 2, 3, (), 10000.0)
             places = frame_places(config, 4, 10)

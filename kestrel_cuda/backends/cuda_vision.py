@@ -22,12 +22,16 @@ from kestrel_cuda.quant.packed import round_up
 ROW_WARPS = 8
 VALUE_THREADS = 256
 TILE_M, TILE_N, TILE_THREADS = 128, 128, 128
+WARPGROUP_M, WARPGROUP_K, WARPGROUP_THREADS = 128, 64, 384
 FLOAT_TILE, FLOAT_THREADS = 64, 256
 ATTENTION_KEYS, CHUNK = 64, 8
 FLOAT_ATTENTION_THREADS, FLOAT_QUERIES, FLOAT_HEAD_DIM = 128, 4, 128
 
 ATTENTION_WARPS = {16: 8, 32: 8, 64: 8, 72: 6, 80: 6, 128: 4}
 """Warps of a block of the tensor cores' attention, each with 16 queries, by head_dim."""
+
+WARPGROUP_WIDTHS = (192, 128)
+"""Columns of a tile of the warpgroups' linears. An output's sum is the same in either, to the bit."""
 
 WARPGROUP_QUERIES, WARPGROUP_KEYS, WARPGROUP_ATTENTION_THREADS, WARPGROUP_ATTENTION_STAGES = 192, 128, 512, 3
 WARPGROUP_HEAD_DIMS = (64, 72)
@@ -57,9 +61,21 @@ class VisionKernels(CudaDevice):
             grid = (-(-n // FLOAT_TILE), -(-m // FLOAT_TILE))
             self.kernels["affine_f32"](grid, (FLOAT_THREADS,), **common)
             return
+        common["out_is_float"] = int(out_mn.dtype == np.float32)
+        if self.has_warpgroup_mma:
+            self._affine_of_warpgroups(m, n, common)
+            return
         grid = (-(-n // TILE_N), -(-m // TILE_M))
-        out_is_float = int(out_mn.dtype == np.float32)
-        self.kernels["affine_bf16"](grid, (TILE_THREADS,), out_is_float=out_is_float, **common)
+        self.kernels["affine_bf16"](grid, (TILE_THREADS,), **common)
+
+    def _affine_of_warpgroups(self, m: int, n: int, arguments: dict[str, Any]) -> None:
+        num_tiles = {width: -(-m // WARPGROUP_M) * -(-n // width) for width in WARPGROUP_WIDTHS}
+        # The fewer columns a multiprocessor takes one after another.
+        width = min(num_tiles, key=lambda width: -(-num_tiles[width] // self.num_multiprocessors) * width)
+        self.kernels[f"affine_warpgroup_bf16_{width}"](
+            (min(num_tiles[width], self.num_multiprocessors),), (WARPGROUP_THREADS,),
+            shared_bytes=warpgroup_affine_bytes(width), **arguments,
+        )  # fmt: skip
 
     def layer_norm(self, h_mk: Any, weights: Affine, out_mk: Any) -> None:
         m, k = h_mk.shape
@@ -108,6 +124,13 @@ class VisionKernels(CudaDevice):
         warps, shared_bytes = ATTENTION_WARPS[head_dim], attention_bytes(head_dim)
         grid = (-(-frame_rows // (16 * warps)), num_heads, num_frames)
         self.kernels[f"attend_patches_{head_dim}"](grid, (32 * warps,), shared_bytes=shared_bytes, **common)
+
+
+def warpgroup_affine_bytes(width: int) -> int:
+    """kernels/vision_linear_warpgroup.cu's `Shared`: stages, outputs, and barriers in as much as is left to align."""
+    num_stages = 3 if width > 128 else 4
+    stage_bytes = (WARPGROUP_M + width) * WARPGROUP_K * 2
+    return num_stages * stage_bytes + round_up(WARPGROUP_M * (width + 8) * 4 + 2 * 8 * (num_stages + 1), 1024)
 
 
 def attention_bytes(head_dim: int) -> int:

@@ -71,10 +71,35 @@ def gelu(x: Doubles, after: After) -> Doubles:
     return x
 
 
+WARPGROUP_WIDTHS = {"tiles": 0, "warpgroups of 128": 128, "warpgroups of 192": 192}
+"""Columns of a tile of Hopper's kernel, or another kernel."""
+
+
+def take_linear(backend: Backend, monkeypatch: pytest.MonkeyPatch, linear: str) -> None:
+    """Have the backend take that kernel for rows of bfloat16; skips on a card that has it not."""
+    if not (width := WARPGROUP_WIDTHS[linear]):
+        monkeypatch.setattr(backend, "compute_capability", 80)
+        return
+    if not backend.has_warpgroup_mma:
+        pytest.skip("no mma of warpgroups on this card")
+    from kestrel_cuda.backends import cuda_vision
+
+    monkeypatch.setattr(cuda_vision, "WARPGROUP_WIDTHS", (width,))
+    # Then a block has several tiles.
+    monkeypatch.setattr(backend, "num_multiprocessors", 2)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=IDS)
 class TestAffine:
+    @pytest.fixture(autouse=True, params=WARPGROUP_WIDTHS)
+    def linear(self, request: Any, backend: Backend, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        if backend.name == "cuda" and kind == BFLOAT16:
+            take_linear(backend, monkeypatch, request.param)
+        elif request.param != "tiles":
+            pytest.skip("only rows of bfloat16 on a GPU have several kernels")
+
     @pytest.mark.parametrize(
-        ("m", "n", "k"), [(1, 8, 8), (5, 24, 40), (129, 136, 1032), (300, 264, 72), (64, 512, 1536)]
+        ("m", "n", "k"), [(1, 8, 8), (5, 24, 40), (129, 136, 1032), (300, 264, 72), (64, 512, 1536), (900, 584, 200)]
     )
     @pytest.mark.parametrize("after", After)
     def test_against_float64(self, backend: Backend, kind: Any, m: int, n: int, k: int, after: After) -> None:
@@ -117,6 +142,24 @@ class TestAffine:
         out = empty(backend, (40, 64), np.float32)
         backend.affine(x, affine, out)
         assert (np.isnan(read(backend, out)).any(axis=1) == (np.arange(40) == 7)).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("k", [72, 1152, 4304])
+def test_tiles_of_both_widths_have_the_same_bits(
+    cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """The backend takes a width by the number of rows, and a row's bits never depend on that."""
+    x, _ = put(cuda_backend, normal(rng(k), 400, k), BFLOAT16)
+    affine, _, _ = put_affine(cuda_backend, 776, k, BFLOAT16, seed=8)
+    found = []
+    for linear, width in WARPGROUP_WIDTHS.items():
+        if width:
+            take_linear(cuda_backend, monkeypatch, linear)
+            out = empty(cuda_backend, (400, 776), np.float32)
+            cuda_backend.affine(x, affine, out)
+            found.append(cuda_backend.to_host(out))
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=IDS)

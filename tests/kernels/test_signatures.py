@@ -89,6 +89,10 @@ class TestSizes:
             ("cuda_vision.TILE_M", "vision_linear", "kTileM"),
             ("cuda_vision.TILE_N", "vision_linear", "kTileN"),
             ("cuda_vision.TILE_THREADS", "vision_linear", "kTileThreads"),
+            ("cuda_vision.WARPGROUP_M", "vision_linear_warpgroup", "kTileM"),
+            ("cuda_vision.WARPGROUP_K", "vision_linear_warpgroup", "kTileK"),
+            ("cuda_vision.WARPGROUP_THREADS", "vision_linear_warpgroup", "kTileThreads"),
+            ("cuda_vision.CHUNK", "vision_linear_warpgroup", "kChunk"),
             ("cuda_vision.FLOAT_TILE", "vision_linear", "kFloatTile"),
             ("cuda_vision.FLOAT_THREADS", "vision_linear", "kFloatThreads"),
             ("cuda_vision.CHUNK", "vision_linear", "kChunk"),
@@ -291,6 +295,14 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         if d % KV_GROUP == 0:
             addresses = 4 * 8  # not arrays
             assert asked[f"attend_tiled_q8_{d}"] == {many_rows_bytes("attention_many_q8", "q8", d) + addresses}
+
+    c = constants("vision_linear_warpgroup")
+    for width in cuda_vision.WARPGROUP_WIDTHS:
+        num_stages = 3 if width > 128 else 4
+        # Stages, sums on their way out, and barriers; the whole a multiple of the stages' alignment.
+        stages_bytes = num_stages * (c["kTileM"] + width) * c["kSwizzledRow"]
+        whole = stages_bytes + c["kTileM"] * (width + 8) * 4 + (2 * num_stages + 2) * 8
+        assert asked[f"affine_warpgroup_bf16_{width}"] == {-(-whole // 1024) * 1024}
 
     c = constants("vision_attention")
     for d, warps in cuda_vision.ATTENTION_WARPS.items():
