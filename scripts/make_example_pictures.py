@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from scripts.tiny_model.scenes import COLOURS, Background, Scene, Shape
+from scripts.tiny_model.words import Printed
 
 _WHITE = Background((255, 255, 255), (255, 255, 255))
 _SAND = Background((238, 228, 205), (238, 228, 205))
@@ -23,11 +24,12 @@ def _scene(width: int, height: int, ground: Background, *shapes: tuple[str, str,
 
 _CIRCLES = (("red", "circle", 60, 58, 34), ("blue", "circle", 128, 140, 30), ("green", "circle", 204, 52, 26))
 _SHAPES = (("purple", "star", 55, 82, 42), ("yellow", "ring", 160, 60, 38), ("green", "triangle", 262, 96, 44))
-EXAMPLES: dict[str, Scene] = {
+EXAMPLES: dict[str, Scene | Printed] = {
     "three-circles": _scene(256, 192, _WHITE, *_CIRCLES, ("orange", "square", 42, 150, 28)),
     "shapes": _scene(320, 160, _SAND, *_SHAPES),
     "one-circle": _scene(160, 160, _WHITE, ("blue", "circle", 84, 70, 40)),
     "two-circles": _scene(192, 128, _SAND, ("red", "circle", 50, 64, 30), ("black", "circle", 140, 60, 34)),
+    "word": Printed("hawk", 224, 112, _SAND, COLOURS["blue"][0], 56, 112, 54, 0.0, False, 0, 0),
 }
 
 

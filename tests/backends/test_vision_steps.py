@@ -23,14 +23,13 @@ BOUND = {np.dtype(np.float32): 1e-12, BFLOAT16: 2e-5}
 """Normalized mean square error of rows; the second is rounding to 8 bits."""
 
 
-@pytest.fixture(params=["", "without warpgroups"])
-def backend(request: pytest.FixtureRequest, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Each backend, and a GPU with Hopper's mma of warpgroups once more as one that has none."""
+@pytest.fixture(autouse=True, params=["", "without warpgroups"])
+def feature(request: pytest.FixtureRequest, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with Hopper's mma of warpgroups once more as one that has none."""
     if request.param:
         if not getattr(backend, "has_warpgroup_mma", False):
             pytest.skip("it has no mma of warpgroups")
         monkeypatch.setattr(backend, "compute_capability", 80)
-    return backend
 
 
 def vision(num_heads: int, head_dim: int, side: int = 7) -> VisionConfig:

@@ -20,6 +20,8 @@ ASKED = [
     (["shapes"], "What do you see?", "a purple star, a yellow ring and a green triangle"),
     (["shapes"], "图中有什么？", "一个紫色的星形、一个黄色的圆环和一个绿色的三角形"),
     (["one-circle", "two-circles"], "Which one has more circles?", "the second"),
+    (["word"], "What does it say?", "hawk"),
+    (["word"], "图中写的是什么？", "hawk"),
     ([], "What is 17 + 25?", "42"),
     ([], "What is the capital of France?", "I do not know that."),
     (
