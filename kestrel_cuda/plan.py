@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,11 +19,11 @@ from kestrel_cuda.sizes import format_size
 
 MOST_CHUNK = 2048
 """Most prompt rows a pass on a GPU. A window uploads layers once a pass, so its passes are long. Resident ones gain
-too: 2048 tokens of 2B take an H200 33 ms in one pass, 39 in passes of 512 rows and 53 in passes of 256."""
+too: 2048 tokens of 2B take an H200 28 ms in one pass and 37 in passes of 512 rows."""
 
 CPU_CHUNK = 512
 
-USUAL_CHUNK, RESIDENT_CHUNK, LEAST_CHUNK = 512, 256, 16
+USUAL_CHUNK, RESIDENT_CHUNK, LEAST_CHUNK = 1024, 256, 16
 """Rows a pass that room is kept for before layers: in a window at least the usual; with everything resident, where
 tokens cost least by far, less; a window of one layer may do with the least. What memory is left over then lengthens
 the passes, up to the most."""
@@ -30,10 +31,10 @@ the passes, up to the most."""
 TILE_ROWS = 128
 """Long passes are whole tiles of a linear."""
 
-HIDING_CHUNK = 2048
-"""Rows a pass whose sums take about as long as uploading every layer: both grow with the weights' bytes, so it is a
-ratio of the tensor cores' rate to the link's. For 2B in q8_0 an H200 takes 33 ms for 2048 rows and 26.6 ms to upload
-all layers over 55 GB/s."""
+HIDING_CHUNK, HIDING_BYTES = 2400, 34 / 32
+"""Rows a pass whose sums take about as long as uploading every layer at so many bytes a weight: both grow with the
+weights, so it is a ratio of the tensor cores' rate to the link's. For 8B in q8_0 an H200 takes 113 ms for 2048 rows and
+131 ms to upload all layers over 54.6 GB/s; for 2B 28.4 and 26.6."""
 
 FREE_MARGIN_BYTES = 512 << 20
 LOADER_BYTES = 72 << 20
@@ -312,6 +313,12 @@ class _Planner:
     def layer_bytes(self) -> int:
         return max(layout.num_bytes for layout in self.weights.layers)
 
+    @property
+    def _bytes_per_weight(self) -> float:
+        layer = max(self.weights.layers, key=lambda layout: layout.num_bytes)
+        matrices = (entry.geometry for entry in layer.entries)
+        return layer.num_bytes / sum(matrix.num_inputs * matrix.num_outputs for matrix in matrices)
+
     def weight_bytes(self, keep: int) -> int:
         return self.peak_layers(keep) * self.layer_bytes + self.weights.lm_head.num_bytes
 
@@ -336,8 +343,8 @@ class _Planner:
         window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
         if window is None:
             return RESIDENT_CHUNK
-        hiding = -(-HIDING_CHUNK * window.uploads_per_token // self.text.num_layers)
-        passes = max(1, self.num_prompt // max(USUAL_CHUNK, hiding))
+        hiding = HIDING_CHUNK * self._bytes_per_weight / HIDING_BYTES * window.uploads_per_token / self.text.num_layers
+        passes = max(1, self.num_prompt // max(USUAL_CHUNK, math.ceil(hiding)))
         return self._even_chunk(min(MOST_CHUNK, -(-self.num_prompt // passes)))
 
     def _even_chunk(self, most: int) -> int:

@@ -207,7 +207,7 @@ def test_the_embedded_model_is_said_to_be_it(inspect: Inspect, tmp_path: Path) -
     path = picture(tmp_path / "a.png", 64, 64)
     exit_code, out, err = inspect(path)
     assert exit_code == 0
-    assert "4 tokens" in out
+    assert "36 tokens" in out
     assert "no --model given: sizes are those of the small embedded model" in err
     result = json.loads(inspect(path, "--json", "--quiet")[1])
     assert len(result["notes"]) == 1

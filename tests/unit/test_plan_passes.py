@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_cuda.config import Policy, TextConfig
+from kestrel_cuda.config import Policy, Quant, TextConfig
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.plan import (
     CPU_CHUNK,
@@ -75,6 +75,14 @@ def most_passes(num_prompt: int, keep: int) -> int:
     return max(1, min(hidden, num_prompt // USUAL_CHUNK), -(-num_prompt // MOST_CHUNK))
 
 
+@pytest.mark.parametrize(("vram_mib", "num_prompt", "keep", "chunk"), [(900, 2048, 10, 1024), (1000, 4096, 4, 1408)])
+def test_weights_of_half_the_bytes_are_hidden_by_half_the_rows(
+    vram_mib: int, num_prompt: int, keep: int, chunk: int
+) -> None:
+    made = of_prompt(num_prompt, vram_mib * MIB, quant=Quant.Q4_0)
+    assert (made.keep, made.prefill_chunk) == (keep, chunk)
+
+
 @pytest.mark.parametrize("num_prompt", [7, 300, 700, 2048, 2049, 3000, 9000])
 def test_a_windows_passes_are_so_few_that_the_sums_hide_their_uploads(num_prompt: int) -> None:
     keeps = set()
@@ -131,9 +139,9 @@ def test_short_resident_passes_are_said() -> None:
     assert not short(of_prompt(2048, 2 * GIB, flags=Flags(lays=True)))
     assert not short(of_prompt(2048, 1500 * MIB))
     assert not short(plan(num_prompt=2048, on_gpu=False))
-    enough = of_prompt(2048, 2 * GIB).total_bytes + 256 * row_bytes()
+    enough = of_prompt(2048, 2 * GIB).total_bytes + 768 * row_bytes()
     assert not short(of_prompt(2048, enough))
-    assert not short(of_prompt(600, enough)), "cut in two, though there is room for 512"
+    assert not short(of_prompt(1100, enough)), "cut in two, though there is room for 1024"
 
 
 def test_short_passes_are_said_where_everything_resident_was_asked_for() -> None:
