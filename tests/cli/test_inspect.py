@@ -62,12 +62,12 @@ def test_three_lines_a_picture(inspect: Inspect, released: Path, tmp_path: Path)
         f"{photo}: 1920 x 1080 (height x width); turned by 90° clockwise (EXIF orientation 6)\n"
         "  resized to 1920 x 1088, grid 1 x 120 x 68, 2040 tokens; "
         "--image-tokens 1040 (--max-pixels 1064960) would make it 1008\n"
-        "  encoding takes 73.5 GFLOP, about 8 ms on an H200, and 49.11 MiB of a GPU: tower 1.23 MiB, "
+        "  encoding takes 73.5 GFLOP, about 6 ms on an H200, and 49.11 MiB of a GPU: tower 1.23 MiB, "
         "buffers 43.90 MiB, features 3.98 MiB\n"
         f"{cut_out}: 256 x 256 (height x width); transparency laid over white\n"
         "  resized to 256 x 256, grid 1 x 16 x 16, 64 tokens; "
         "no smaller limit halves that: pictures have at least 65536 pixels (--min-pixels)\n"
-        "  encoding takes 0.235 GFLOP, about 8 ms on an H200, and 2.73 MiB of a GPU: tower 1.23 MiB, "
+        "  encoding takes 0.235 GFLOP, about 6 ms on an H200, and 2.73 MiB of a GPU: tower 1.23 MiB, "
         "buffers 1.38 MiB, features 128.00 KiB\n"
     )
     assert err.startswith("settings")
