@@ -4,7 +4,7 @@ Needs PyTorch and transformers, which this project does not install, and one GPU
 by itself after --minutes or at --total-steps, whichever comes first, and leaves a state in --out; started again with
 the same --out, or with --resume naming an earlier folder, it goes on where it stopped. Prints JSON lines.
 
-    PYTHONPATH=. python scripts/train_tiny_model.py --out runs/tiny --total-steps 60000 --minutes 8
+    PYTHONPATH=. python scripts/train_tiny_model.py --out runs/tiny --minutes 8
     PYTHONPATH=. python scripts/train_tiny_model.py --out runs/tiny --minutes 0 --export runs/tiny-export
 """
 
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the state and of log.jsonl")
     parser.add_argument("--resume", type=Path, help="folder of an earlier state, where it is not --out")
     parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; 0 trains nothing")
-    parser.add_argument("--total-steps", type=int, default=60_000, help="steps of all runs together")
+    parser.add_argument("--total-steps", type=int, default=8000, help="steps of all runs together")
     parser.add_argument("--batch-size", type=int, default=1024, help="items a step; may change between runs")
     parser.add_argument("--rate", type=float, default=0.02, help="the highest learning rate of matrices")
     parser.add_argument("--seed", type=int, default=0)
