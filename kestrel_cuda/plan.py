@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kestrel_cuda import passes
 from kestrel_cuda.backends.base import MemoryInfo
 from kestrel_cuda.config import DEFAULT_PREFETCH, EngineConfig, ModelConfig, Quant, TextConfig
 from kestrel_cuda.errors import DeviceError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.text import workspace_bytes
 from kestrel_cuda.model.weights import DecoderWeights
-from kestrel_cuda.quant.packed import round_up
 from kestrel_cuda.residency.window import make_window
 from kestrel_cuda.sizes import format_size
-
-MOST_CHUNK = 2048
-"""Most prompt rows a pass on a GPU. A window uploads layers once a pass, so its passes are long. Resident ones gain
-too: 2048 tokens of 2B take an H200 28 ms in one pass and 37 in passes of 512 rows."""
-
-CPU_CHUNK = 512
-
-USUAL_CHUNK, RESIDENT_CHUNK, LEAST_CHUNK = 1024, 256, 16
-"""Rows a pass that room is kept for before layers: in a window at least the usual; with everything resident, where
-tokens cost least by far, less; a window of one layer may do with the least. What memory is left over then lengthens
-the passes, up to the most."""
-
-TILE_ROWS = 128
-"""Long passes are whole tiles of a linear."""
-
-HIDING_CHUNK, HIDING_BYTES = 2400, 34 / 32
-"""Rows a pass whose sums take about as long as uploading every layer at so many bytes a weight: both grow with the
-weights, so it is a ratio of the tensor cores' rate to the link's. For 8B in q8_0 an H200 takes 113 ms for 2048 rows and
-131 ms to upload all layers over 54.6 GB/s; for 2B 28.4 and 26.6."""
 
 FREE_MARGIN_BYTES = 512 << 20
 LOADER_BYTES = 72 << 20
@@ -199,7 +179,7 @@ class _Planner:
         best = next((keep for keep in keeps if self.fits(keep, self._hiding_chunk(keep))), None)
         if best is None:
             # Rather short passes than no window.
-            if not self.fits(1, LEAST_CHUNK):
+            if not self.fits(1, passes.LEAST_CHUNK):
                 raise self._nothing_fits()
             best = 1
         keep = best
@@ -215,16 +195,16 @@ class _Planner:
                 f"the weights do not fit {self.bound(0)} whole, with room for passes over the prompt: a window of "
                 f"{self.flags.keep} {best} of {num_layers} layers is used"
             )
-        if not self.fits(keep, LEAST_CHUNK):
+        if not self.fits(keep, passes.LEAST_CHUNK):
             raise self._does_not_fit(keep, best)
         room = self._longest_chunk(keep)
-        chunk = self._rows_a_pass(self._even_chunk(room))
+        chunk = self._rows_a_pass(passes.even_chunk(self.num_prompt, room))
         if self.embeddings_on is not None:
             on_device = self.embeddings_on == "device"
         else:
             # Passes go before the table: a token reads one row of it.
             on_device = self.on_gpu and self.fits(keep, chunk, embeddings_on_device=True)
-        if not keep and room < USUAL_CHUNK and not self.flags.lays:
+        if not keep and room < passes.USUAL_CHUNK and not self.flags.lays:
             notes.append(
                 f"the weights fit {self.bound(0)} whole with little room beside them: the {self.num_prompt} tokens of "
                 f"the prompt take {-(-self.num_prompt // chunk)} passes of {chunk} rows"
@@ -280,7 +260,7 @@ class _Planner:
 
     def needed_bytes(self, keep: int) -> int:
         """The least total that holds a window of `keep`: the shortest passes, embeddings on the host."""
-        return max(sum(b for _, b in self.rows(keep, LEAST_CHUNK, False)), self.load_bytes(keep))
+        return max(sum(b for _, b in self.rows(keep, passes.LEAST_CHUNK, False)), self.load_bytes(keep))
 
     def rows(self, keep: int, chunk: int, embeddings_on_device: bool) -> list[tuple[str, int]]:
         text, chunk = self.text, self._rows_a_pass(chunk)
@@ -332,34 +312,21 @@ class _Planner:
     def _rows_a_pass(self, chunk: int) -> int:
         if not self.on_gpu:
             # The CPU's float32 products round differently in passes of different length: one length for every window.
-            chunk = CPU_CHUNK
+            chunk = passes.CPU_CHUNK
         return max(1, min(self.config.prefill_chunk or chunk, self.num_prompt))
 
     def _hiding_chunk(self, keep: int) -> int:
-        """Rows a pass for which room is kept before layers: so few passes that the prompt's sums hide all uploads.
-
-        Every pass uploads the same layers, however few rows it has.
-        """
+        """Rows a pass for which room is kept before layers."""
         window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
         if window is None:
-            return RESIDENT_CHUNK
-        hiding = HIDING_CHUNK * self._bytes_per_weight / HIDING_BYTES * window.uploads_per_token / self.text.num_layers
-        passes = max(1, self.num_prompt // max(USUAL_CHUNK, math.ceil(hiding)))
-        return self._even_chunk(min(MOST_CHUNK, -(-self.num_prompt // passes)))
-
-    def _even_chunk(self, most: int) -> int:
-        """Rows of the fewest passes of at most `most` rows, as even as whole tiles allow."""
-        if most < TILE_ROWS:
-            return most
-        passes = -(-self.num_prompt // most)
-        return round_up(-(-self.num_prompt // passes), TILE_ROWS)
+            return passes.RESIDENT_CHUNK
+        share = window.uploads_per_token / self.text.num_layers
+        return passes.hiding_chunk(self.num_prompt, share, self._bytes_per_weight)
 
     def _longest_chunk(self, keep: int) -> int:
         """Of the lengths tried, the most for which there is room; the most of all where the length is given."""
-        chunk = MOST_CHUNK
-        while chunk > LEAST_CHUNK and not self.fits(keep, chunk):
-            chunk = chunk - TILE_ROWS if chunk > TILE_ROWS else chunk // 2
-        return chunk
+        fitting = (chunk for chunk in passes.lengths() if self.fits(keep, chunk))
+        return next(fitting, passes.LEAST_CHUNK)
 
     def work_bytes(self, chunk: int) -> int:
         text = self.text
@@ -378,7 +345,7 @@ class _Planner:
         )
 
     def _nothing_fits(self) -> _NothingFits:
-        rows, less = self.rows(1, LEAST_CHUNK, False), list(self.flags.smaller)
+        rows, less = self.rows(1, passes.LEAST_CHUNK, False), list(self.flags.smaller)
         if self.breaks_budget(1):
             least = f"--cache-budget {_enough(self.weight_bytes(1))}"
             rows = [row for row in rows if row[0] in (self._layers_name(1), _HEAD)]

@@ -127,7 +127,11 @@ Ctx = Annotated[
 ]
 Keep = Annotated[
     str | None,
-    typer.Option("--keep", metavar="N|auto|off", help="Layers the residency window keeps; 0 = off.  [default: auto]"),
+    typer.Option(
+        "--keep",
+        metavar="N|auto|off",
+        help="Layers kept on the device: N, off (or 0) for all, auto for all or the most that fit.  [default: auto]",
+    ),
 ]
 Policy = Annotated[
     str | None,

@@ -303,7 +303,7 @@ def unused_window(settings: Settings, keep: int) -> list[str]:
     why = (
         "a window uploads layers when they are used anyway" if keep else "every weight is resident, there is no window"
     )
-    chosen = [settings.label(setting) for setting in idle if settings.source(setting) != "default"]
+    chosen = [settings.label(setting) for setting in idle if settings.is_asked_for(setting)]
     return [f"{', '.join(chosen)} changed nothing: {why}"] if chosen else []
 
 

@@ -57,6 +57,9 @@ class _Rank(IntEnum):
     PROFILE = 2
 
 
+_PROFILE = "profile "
+
+
 @dataclass(frozen=True)
 class _Given:
     """What one source holds for a setting, unread. `label` is how a message names it."""
@@ -93,6 +96,11 @@ class Settings:
 
     def source(self, setting: Setting[Any]) -> str:
         return self._resolved[setting].source
+
+    def is_asked_for(self, setting: Setting[Any]) -> bool:
+        """Whether a flag or a variable gives it: defaults and profiles are for every run."""
+        source = self.source(setting)
+        return source != "default" and not source.startswith(_PROFILE)
 
     def label(self, setting: Setting[Any]) -> str:
         """What a message calls a setting: its flag, or the variable or profile that it came from."""
@@ -177,7 +185,7 @@ def _find(
     if variable is not None and _is_wish(setting, variables.get(variable, "")):
         return _Given(variables[variable], _Rank.VARIABLE, variable, variable)
     if profile is not None and setting.name in profile.values:
-        source = f"profile {profile.name}"
+        source = f"{_PROFILE}{profile.name}"
         return _Given(profile.values[setting.name], _Rank.PROFILE, source, f"{source}: {setting.name}")
     return None
 

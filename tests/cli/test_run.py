@@ -346,6 +346,7 @@ def test_an_error_before_the_engine_opens_none(kestrel: CommandLine, tmp_path: P
         (("--keep", "2", "--lazy"), "--lazy changed nothing: a window uploads layers when they are used anyway"),
         (("--keep", "2", "--policy", "past-only"), None),
         (("--keep", "off", "--lazy"), None),
+        (("--keep", "off", "--profile", "default"), None),
     ],
 )
 def test_a_choice_that_changes_nothing_is_said(

@@ -8,15 +8,8 @@ import pytest
 
 from kestrel_cuda.config import Policy, Quant, TextConfig
 from kestrel_cuda.errors import DeviceError
-from kestrel_cuda.plan import (
-    CPU_CHUNK,
-    HIDING_CHUNK,
-    MOST_CHUNK,
-    TILE_ROWS,
-    USUAL_CHUNK,
-    Flags,
-    Plan,
-)
+from kestrel_cuda.passes import CPU_CHUNK, HIDING_CHUNK, MOST_CHUNK, TILE_ROWS, USUAL_CHUNK
+from kestrel_cuda.plan import Flags, Plan
 from tests.plans import GIB, MIB, TEXT, TEXT_8B, L, layer_bytes, plan, row
 
 
