@@ -14,7 +14,7 @@ from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.text import workspace_bytes
 from kestrel_cuda.model.weights import DecoderWeights
 from kestrel_cuda.residency.window import make_window
-from kestrel_cuda.sizes import format_size
+from kestrel_cuda.sizes import enough_size, format_size
 
 FREE_MARGIN_BYTES = 512 << 20
 LOADER_BYTES = 72 << 20
@@ -58,7 +58,7 @@ class Flags:
     its own windows over what is loaded is told nothing of the one that was planned for.
     """
 
-    keep: str = "--keep"
+    keep: str | None = "--keep"
     smaller: tuple[str, ...] = ("--ctx", "--prefetch", "--prefill-chunk")
     lays: bool = False
 
@@ -180,7 +180,7 @@ class _Planner:
         if best is None:
             # Rather short passes than no window.
             if not self.fits(1, passes.LEAST_CHUNK):
-                raise self._nothing_fits()
+                raise self._nothing_fits() if self.flags.keep else self._does_not_fit(self.config.keep or 0, None)
             best = 1
         keep = best
         notes: list[str] = []
@@ -204,11 +204,8 @@ class _Planner:
         else:
             # Passes go before the table: a token reads one row of it.
             on_device = self.on_gpu and self.fits(keep, chunk, embeddings_on_device=True)
-        if not keep and room < passes.USUAL_CHUNK and not self.flags.lays:
-            notes.append(
-                f"the weights fit {self.bound(0)} whole with little room beside them: the {self.num_prompt} tokens of "
-                f"the prompt take {-(-self.num_prompt // chunk)} passes of {chunk} rows"
-            )
+        if room < passes.USUAL_CHUNK and chunk < self.num_prompt and not self.flags.lays:
+            notes.append(self._short_passes(keep, chunk))
         if self.on_gpu and not on_device:
             notes.append(f"the embedding table ({format_size(self.embedding_bytes)}) stays in host memory")
         return Plan(
@@ -334,40 +331,53 @@ class _Planner:
         attention = splits + chunk * text.q_size * 4 + 4 * text.num_kv_heads
         return workspace_bytes(text, self.weights, chunk, self.config.quant is not Quant.NONE) + attention
 
-    def _does_not_fit(self, keep: int, best: int) -> DoesNotFit:
-        fitting = "everything resident" if best == 0 else f"{self.flags.keep} {best}"
+    def _short_passes(self, keep: int, chunk: int) -> str:
+        taken = f"the {self.num_prompt} tokens of the prompt take {-(-self.num_prompt // chunk)} passes of {chunk} rows"
+        window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
+        if window is None:
+            return f"the weights fit {self.bound(0)} whole with little room beside them: {taken}"
+        uploads = f"each uploads {window.uploads_per_token} layers"
+        return f"a window of {keep} layers leaves little room in {self.bound(keep)}: {taken}, and {uploads}"
+
+    def _does_not_fit(self, keep: int, best: int | None) -> DoesNotFit:
+        """`best` is the largest window that fits, 0 for everything resident."""
         over_budget = self.breaks_budget(keep)
-        needed = format_size(self.weight_bytes(keep) if over_budget else self.needed_bytes(keep))
-        return DoesNotFit(
-            f"keeping {keep or 'all'} of {self.text.num_layers} layers resident needs {needed}"
-            f"{' of weights' if over_budget else ''}, more than {self.bound(keep)}; {fitting} fits",
-            self.bound(keep),
-        )
+        needed = enough_size(self.weight_bytes(keep) if over_budget else self.needed_bytes(keep))
+        message = f"keeping {keep or 'all'} of {self.text.num_layers} layers resident needs {needed}"
+        message += f"{' of weights' if over_budget else ''}, more than {self.bound(keep)}"
+        if best == 0:
+            message += "; everything resident fits"
+        elif self.flags.keep:
+            message += f"; {self.flags.keep} {best} fits"
+        return DoesNotFit(message, self.bound(keep))
 
     def _nothing_fits(self) -> _NothingFits:
         rows, less = self.rows(1, passes.LEAST_CHUNK, False), list(self.flags.smaller)
+        enough = []
+        if self.needed_bytes(1) > self.total_bytes:
+            enough.append(f"--vram {enough_size(self.needed_bytes(1))}")
+        if self.weight_bytes(1) > self.cache_budget_bytes and self.config.cache_budget is not None:
+            enough.append(f"--cache-budget {enough_size(self.weight_bytes(1))}")
+        quantized_less = self.config.quant is not Quant.Q4_0
         if self.breaks_budget(1):
-            least = f"--cache-budget {_enough(self.weight_bytes(1))}"
             rows = [row for row in rows if row[0] in (self._layers_name(1), _HEAD)]
             less = [flag for flag in less if flag == "--prefetch"]
-        else:
-            least = f"--vram {_enough(self.needed_bytes(1))}"
+        elif self.load_bytes(1) > sum(num_bytes for _, num_bytes in rows):
+            slab_bytes = max(layout.num_bytes for layout in self.weights.layouts)
+            rows = [rows[0], ("the largest part while it loads", slab_bytes), ("its scratch", LOADER_BYTES), *self.held]
+            less, quantized_less = [], False
         if not self.config.prefetch:
             less = [flag for flag in less if flag != "--prefetch"]
+        if self._rows_a_pass(passes.LEAST_CHUNK) == 1:
+            less = [flag for flag in less if flag != "--prefill-chunk"]
         advice = [f"a smaller {', '.join(less)}"] if less else []
-        if self.config.quant is not Quant.Q4_0:
+        if quantized_less:
             advice.append("--quant q4_0")
         parts = ", ".join(f"{what} {format_size(b)}" for what, b in rows if b)
-        message = f"{self.bound(1)} cannot hold even a window of one layer; {least} would ({parts})"
+        message = f"{self.bound(1)} cannot hold even a window of one layer; {' with '.join(enough)} would ({parts})"
         if self.config.keep not in (None, 1) and not self.breaks_budget(1):
             asked = min(self.config.keep or 0, self.text.num_layers)
-            message += f", {self.flags.keep} {asked or 'off'} takes --vram {_enough(self.needed_bytes(asked))}"
+            message += f", {self.flags.keep} {asked or 'off'} takes --vram {enough_size(self.needed_bytes(asked))}"
         if advice:
             message += f"; {' or '.join(advice)} needs less"
         return _NothingFits(message, self.bound(1))
-
-
-def _enough(num_bytes: int) -> str:
-    """A size to write after a flag: whole MiB, or KiB below 16 of them, rounded up."""
-    name, unit = ("MiB", 1 << 20) if num_bytes >= 16 << 20 else ("KiB", 1 << 10)
-    return f"{-(-num_bytes // unit)}{name}"

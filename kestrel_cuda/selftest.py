@@ -24,7 +24,7 @@ OnOpen = Callable[[str, str, str | None], None]
 PROMPT_TOKENS = 24
 NEW_TOKENS = 16
 
-_FLAGS = Flags(smaller=("--prefill-chunk",))
+_FLAGS = Flags(None, ("--prefill-chunk",))
 
 
 @dataclass(frozen=True)

@@ -55,3 +55,9 @@ def format_size(num_bytes: int) -> str:
             return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def enough_size(num_bytes: int) -> str:
+    """A size to write after a flag: whole MiB, or KiB below 16 of them, rounded up."""
+    name, unit = ("MiB", 1 << 20) if num_bytes >= 16 << 20 else ("KiB", 1 << 10)
+    return f"{-(-num_bytes // unit)}{name}"

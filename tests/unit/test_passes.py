@@ -143,11 +143,20 @@ def test_short_passes_are_said_where_everything_resident_was_asked_for() -> None
     assert "take 32 passes of 64 rows" in made.notes[0]
 
 
+def test_short_passes_of_a_window_are_said() -> None:
+    roomy = of_prompt(8192, None, keep=8, prefill_chunk=128)
+    tight = roomy.total_bytes - row(roomy, "embeddings")
+    said = next(note for note in of_prompt(8192, tight, keep=8).notes if "passes" in note)
+    assert said.startswith("a window of 8 layers leaves little room in --vram ")
+    assert said.endswith(": the 8192 tokens of the prompt take 64 passes of 128 rows, and each uploads 20 layers")
+    assert not short(of_prompt(8192, tight, keep=8, prefill_chunk=128)), "as asked"
+
+
 def test_a_window_of_one_layer_has_whatever_passes_there_is_room_for() -> None:
     least = of_prompt(2048, None, keep=1, prefill_chunk=16)
     needed = least.total_bytes - row(least, "embeddings")
     for more_rows, chunk in ((0, 16), (112, 128), (752, 768), (2031, 1024), (2032, 2048)):
         made = of_prompt(2048, needed + more_rows * row_bytes())
         assert (made.keep, made.prefill_chunk) == (1, chunk), more_rows
-        assert not short(made), "a note says that there is a window"
+        assert short(made) is (chunk < USUAL_CHUNK)
     assert row_bytes() * 512 < layer_bytes(), "else another layer would fit"

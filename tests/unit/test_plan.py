@@ -21,7 +21,7 @@ from kestrel_cuda.plan import (
     seeds_budget_bytes,
 )
 from kestrel_cuda.quant.packed import Element
-from kestrel_cuda.sizes import format_size
+from kestrel_cuda.sizes import enough_size, format_size
 from tests.plans import DRIVER_BYTES, EMBEDDING_BYTES, GIB, MIB, TEXT, L, layer_bytes, plan, row
 
 
@@ -142,7 +142,7 @@ def test_a_cache_budget_bounds_the_weights_alone() -> None:
 
 def test_a_cache_budget_is_compared_with_weights_alone() -> None:
     head = row(plan(), "lm_head")
-    needed = format_size(L * layer_bytes() + head)
+    needed = enough_size(L * layer_bytes() + head)
     with pytest.raises(DoesNotFit) as caught:
         plan(cache_budget=GIB, keep=0)
     assert str(caught.value) == (
@@ -168,6 +168,44 @@ def test_a_cache_budget_too_small_for_one_layer_is_named(prefetch: int, advice: 
         f"weights of {2 + prefetch} of 28 layers at the peak {format_size(row(least, 'weights'))}, lm_head "
     )
     assert f"); {advice}" in str(caught.value)
+
+
+def test_budgets_that_are_both_too_small_are_both_named() -> None:
+    with pytest.raises(DeviceError) as caught:
+        plan(vram_bytes=600 * MIB, cache_budget=100 * MIB)
+    found = re.search(r"; --vram (\d+)MiB with --cache-budget (\d+)MiB would \(", str(caught.value))
+    assert found
+    vram, weights = (int(size) * MIB for size in found.groups())
+    assert plan(vram_bytes=vram, cache_budget=weights).keep == 1
+    for less_vram, less_weights in ((MIB, 0), (0, MIB)):
+        with pytest.raises(DeviceError, match="cannot hold"):
+            plan(vram_bytes=vram - less_vram, cache_budget=weights - less_weights)
+
+
+def test_what_is_needed_is_enough() -> None:
+    """Rounded up, so that it can be written after the flag."""
+    with pytest.raises(DeviceError) as caught:
+        plan(vram_bytes=2 * GIB, keep=0)
+    needed = re.search(r"resident needs (\d+)MiB, more than", str(caught.value))
+    assert needed
+    assert plan(vram_bytes=int(needed[1]) * MIB, keep=0).keep == 0
+
+
+def test_what_lays_no_window_is_advised_none() -> None:
+    said = r"^keeping all of 28 layers resident needs \d+MiB, more than --vram \S+ \S+$"
+    for vram_bytes in (MIB, 2 * GIB):
+        with pytest.raises(DeviceError, match=said):
+            plan(vram_bytes=vram_bytes, keep=0, flags=Flags(None))
+
+
+def test_what_helps_nothing_is_not_advised() -> None:
+    tiny = replace(TEXT, num_layers=2, hidden_size=64, intermediate_size=128, vocab_size=300)
+    with pytest.raises(DeviceError) as caught:
+        plan(tiny, vram_bytes=550 * MIB)
+    assert str(caught.value).endswith(" KiB, its scratch 72.00 MiB)")
+    assert "needs less" not in str(caught.value)
+    with pytest.raises(DeviceError, match=r"; a smaller --ctx or --quant q4_0 needs less$"):
+        plan(vram_bytes=600 * MIB, prefill_chunk=1)
 
 
 @pytest.mark.parametrize("keep", [0, 4])
