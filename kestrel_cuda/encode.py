@@ -18,7 +18,7 @@ from kestrel_cuda.model.prompt_positions import Visual
 from kestrel_cuda.model.vision import encode_all, feature_bytes, tower_work_bytes
 from kestrel_cuda.model.vision_weights import TowerWeights, read_tower, tower_weight_bytes
 from kestrel_cuda.model.visual_rows import EncodedVisuals
-from kestrel_cuda.sizes import format_size
+from kestrel_cuda.sizes import enough_size, format_size
 
 H200_FIXED_MS, H200_MS_PER_TFLOP = 5.5, 2.25
 """Within 17 % of what encoding one picture was measured to take on an H200 in bfloat16, pixels in host memory, at
@@ -102,7 +102,7 @@ class VisualEncoder:
             advice = self._advice(visuals, num_tokens, room_bytes, dtype, least_tokens)
             sizes = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
             raise DeviceError(
-                f"encoding {_kinds(visuals)} of {num_tokens} tokens needs {format_size(needed_bytes)} ({sizes}, "
+                f"encoding {_kinds(visuals)} of {num_tokens} tokens needs {enough_size(needed_bytes)} ({sizes}, "
                 f"{format_size(held_bytes)} in use), more than {format_size(most_bytes)}; {advice}"
             )
         self.peak_bytes = max(self.peak_bytes, needed_bytes)
@@ -126,11 +126,13 @@ class VisualEncoder:
         least_tokens: int | None,
     ) -> str:
         """What would make pictures and videos fit, where anything does."""
+        if room_bytes < 0:
+            return "the tower alone does not fit: give more memory, or leave pictures and videos out"
         if any(visual.kind == "video" for visual in visuals):
             pairs: list[Grid] = [(1, *visual.grid[1:]) for visual in visuals if visual.kind == "video"]
             if tower_work_bytes(self._vision, pairs, dtype) + feature_bytes(self._vision, pairs) > room_bytes:
                 return "not even two frames fit: give smaller ones, or more memory"
-            fewer = "take fewer frames of video (of a file, by a lower --fps)"
+            fewer = "take fewer videos or frames of them (of a file, by a lower --fps)"
             return fewer if all(visual.kind == "video" for visual in visuals) else f"{fewer}, or smaller pictures"
         fitting = self._most_tokens(num_tokens, room_bytes, dtype)
         if not fitting:

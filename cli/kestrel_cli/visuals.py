@@ -78,13 +78,15 @@ class Visuals:
         if not self.opened:
             return None
         # The engine brought this, and all that it brings, with it.
-        from kestrel_cuda.inputs.visuals import image_tokens_that_fit
+        from kestrel_cuda.inputs.visuals import fits_unenlarged, image_tokens_that_fit
 
         image_tokens = image_tokens_that_fit(self.opened, room)
         if image_tokens is not None:
             return f"--image-tokens {image_tokens}"
+        if fits_unenlarged(self.opened, room):
+            return "a lower --min-pixels"
         has_video = any(visual.kind == "video" for visual in self.opened)
-        return "fewer frames of video (of a file, by a lower --fps)" if has_video else None
+        return "fewer videos or frames of them (of a file, by a lower --fps)" if has_video else None
 
     def summary(self) -> str | None:
         """One fact for people; None without any."""

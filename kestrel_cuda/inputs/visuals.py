@@ -55,8 +55,15 @@ class OpenedPicture:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was done to it, one line or none."""
-        return (f"{self.path}: {'; '.join(self.picture.notes)}",) if self.picture.notes else ()
+        """What was done to it, and that it is over its limit: a line for each."""
+        done = [f"{self.path}: {'; '.join(self.picture.notes)}"] if self.picture.notes else []
+        if self.size.height * self.size.width > self.rules.max_pixels:
+            most = self.rules.max_pixels // self.rules.pixels_per_token
+            done.append(
+                f"{self.path}: {self.size.num_tokens} tokens, more than the {most} that pictures are limited to: "
+                f"enlarged to {self.rules.min_pixels} pixels, whole tokens are more"
+            )
+        return tuple(done)
 
     @property
     def placeholder(self) -> Placeholder:
@@ -146,9 +153,28 @@ def image_tokens_that_fit(visuals: Sequence[OpenedVisual], room: int) -> int | N
 
 
 def least_image_tokens(visuals: Sequence[OpenedVisual]) -> int | None:
-    """The smallest --image-tokens that pictures of these take; None where none goes by it."""
-    rules = next((visual.rules for visual in visuals if visual.kind == "image" and not visual.limited_alone), None)
-    return None if rules is None else math.ceil(rules.min_pixels / rules.pixels_per_token)
+    """The smallest --image-tokens that each picture of these keeps to; None where none goes by it."""
+    limited = [visual for visual in visuals if visual.kind == "image" and not visual.limited_alone]
+    if not limited:
+        return None
+    rules = limited[0].rules
+    least = math.ceil(rules.min_pixels / rules.pixels_per_token)
+    lowest = replace(rules, max_pixels=least * rules.pixels_per_token)
+    # Sides are rounded up where a picture is enlarged.
+    smallest = (image_size(visual.picture.height, visual.picture.width, lowest).num_tokens for visual in limited)
+    return max(least, *smallest)
+
+
+def fits_unenlarged(visuals: Sequence[OpenedVisual], room: int) -> bool:
+    """Whether they would take at most `room` tokens if no picture were enlarged."""
+    taken = 0
+    for visual in visuals:
+        if visual.kind == "image":
+            rules = replace(visual.rules, min_pixels=1)
+            taken += image_size(visual.picture.height, visual.picture.width, rules).num_tokens
+        else:
+            taken += visual.size.num_tokens
+    return taken <= room
 
 
 def _own_names(path: str, limits: VisualLimits) -> LimitNames:

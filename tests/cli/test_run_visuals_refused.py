@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_cli import options
 from tests import checkpoints
 from tests.checkpoints import edit_json
 from tests.cli.visual_runs import IMAGES, TINY, Ask, Conversation, Refuse, Run, frames, picture
 from tests.goldens import golden
+
+EMBEDDED = options.MODEL.default
 
 TINY_RANDOM = Path(__file__).resolve().parents[1] / "data" / "tiny-random"
 
@@ -215,7 +218,7 @@ def test_more_pictures_than_positions(ask: Ask, refuse: Refuse, tmp_path: Path) 
 
 def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
     line = refuse("--video", frames(tmp_path / "long", 40), "hi", "--ctx", 50)
-    assert line.endswith("or fewer frames of video (of a file, by a lower --fps)")
+    assert line.endswith("or fewer videos or frames of them (of a file, by a lower --fps)")
 
 
 @pytest.mark.parametrize(
@@ -223,14 +226,34 @@ def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
     [
         ("920KiB", "--image-tokens 5 would fit a single one"),
         ("850KiB", "a single one of at most 3 would fit, and pictures have at least 4 (--min-pixels)"),
-        ("100KiB", "not even the smallest picture would fit: give more memory, or leave pictures out"),
+        ("725KiB", "not even the smallest picture would fit: give more memory, or leave pictures out"),
+        ("100KiB", "the tower alone does not fit: give more memory, or leave pictures and videos out"),
     ],
 )
 def test_a_picture_without_room_to_encode_it(refuse: Refuse, vram: str, advice: str) -> None:
     """What is advised is a limit that the checkpoint takes."""
     line = refuse("--image", IMAGES / "rgb_100x75.png", "hi", "--vram", vram, model=TINY_RANDOM)
-    assert line.startswith("encoding pictures of 6 tokens needs 934.39 KiB (the vision tower ")
+    assert line.startswith("encoding pictures of 6 tokens needs 935KiB (the vision tower ")
     assert line.endswith(f"; {advice}")
+
+
+def test_what_a_picture_is_enlarged_to_bounds_the_advice(refuse: Refuse, ask: Ask, tmp_path: Path) -> None:
+    """Whole tokens of the least size may be more than its pixels: 42 of 192 x 224 for at least 192 x 192."""
+    path = picture(tmp_path / "a.png", 60, 50)
+    line = refuse("--image", path, "hi", "--vram", "14900KiB", model=EMBEDDED)
+    assert line.endswith("; a single one of at most 36 would fit, and pictures have at least 42 (--min-pixels)")
+    result = ask("--image", path, "hi", "--image-tokens", 36, "-n", 1, model=EMBEDDED)
+    assert result["images"][0]["tokens"] == 42
+    assert any("42 tokens, more than the 36 that pictures are limited to" in note for note in result["notes"])
+    assert not any("limited to" in note for note in ask("--image", path, "hi", "-n", 1, model=EMBEDDED)["notes"])
+
+
+def test_pictures_that_are_only_enlarged_too_far(refuse: Refuse, tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.png", 60, 50)
+    line = refuse(
+        "--image", path, "hi", "--min-pixels", 3_000_000, "--max-pixels", 4_000_000, model=options.MODEL.default
+    )
+    assert line.endswith("; a lower --min-pixels would make it fit")
 
 
 def test_a_picture_with_its_own_limit_and_no_room(refuse: Refuse, conversation: Conversation) -> None:
@@ -244,14 +267,14 @@ def test_a_picture_with_its_own_limit_and_no_room(refuse: Refuse, conversation: 
 @pytest.mark.parametrize(
     ("vram", "advice"),
     [
-        ("1MiB", "take fewer frames of video (of a file, by a lower --fps)"),
+        ("1MiB", "take fewer videos or frames of them (of a file, by a lower --fps)"),
         ("750KiB", "not even two frames fit: give smaller ones, or more memory"),
     ],
 )
 def test_a_video_without_room_to_encode_it(refuse: Refuse, tmp_path: Path, vram: str, advice: str) -> None:
     clip = frames(tmp_path / "clip", 6)
     line = refuse("--video", clip, "hi", "--vram", vram, model=TINY_RANDOM)
-    assert line.startswith("encoding videos of 12 tokens needs 1.11 MiB")
+    assert line.startswith("encoding videos of 12 tokens needs 1142KiB")
     assert line.endswith(f"; {advice}")
     both = refuse("--video", clip, "--image", IMAGES / "rgb_96x64.png", "hi", "--vram", vram, model=TINY_RANDOM)
     assert both.startswith("encoding pictures and videos of 18 tokens")

@@ -139,7 +139,7 @@ def test_pictures_without_room_are_refused_before_anything_is_read(opened: Open)
     small: Grid = (1, side, side)
     tight.encode_visuals([Visual("image", small)], blank(vision, small))
 
-    with pytest.raises(DeviceError, match="not even the smallest picture would fit"):
+    with pytest.raises(DeviceError, match="the tower alone does not fit"):
         opened(vram_bytes=1).encode_visuals([Visual("image", small)], blank(vision, small))
 
 
