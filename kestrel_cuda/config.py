@@ -127,6 +127,10 @@ class ImageProcessorConfig:
         return self.factor**2
 
 
+LEAST_FPS, MOST_FPS = 0.001, 1_000_000
+"""Frames a second: from one in a quarter of an hour, whose timestamps are still short, to any camera's."""
+
+
 @dataclass(frozen=True)
 class VideoProcessorConfig(ImageProcessorConfig):
     """The same for videos: video_preprocessor_config.json. A video file is sampled at `fps` frames a second."""

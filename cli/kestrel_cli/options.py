@@ -13,9 +13,19 @@ from typing import Any, Literal
 from kestrel_cli import values
 from kestrel_cli.settings import Conflict, Raw, Setting, Settings, resolve
 from kestrel_cli.strays import stray_variables
-from kestrel_cuda.config import DEFAULT_PREFETCH, CacheBudget, EngineConfig, Evict, KvDtype, Policy, Quant
+from kestrel_cuda.config import (
+    DEFAULT_PREFETCH,
+    LEAST_FPS,
+    MOST_FPS,
+    CacheBudget,
+    EngineConfig,
+    Evict,
+    KvDtype,
+    Policy,
+    Quant,
+)
 from kestrel_cuda.errors import SettingError
-from kestrel_cuda.inputs.visual_source import MOST_FPS, VisualKind
+from kestrel_cuda.inputs.visual_source import VisualKind
 from kestrel_cuda.profiles import load_profile
 from kestrel_cuda.sizes import parse_size
 
@@ -137,7 +147,7 @@ VISUAL_ORDER = Setting[tuple[VisualKind, ...]](
 FPS = Setting[float | None](
     "fps",
     None,
-    f"a number above 0 and up to {MOST_FPS}, of frames a second, in plain digits like 2 or 0.5",
+    f"a number from {LEAST_FPS} to {MOST_FPS}, of frames a second, in plain digits like 2 or 0.5",
     values.frame_rate,
     variable="KESTREL_CUDA_FPS",
 )

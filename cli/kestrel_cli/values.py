@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from kestrel_cuda.inputs.visual_source import MOST_FPS
+from kestrel_cuda.config import LEAST_FPS, MOST_FPS
 from kestrel_cuda.sizes import TooLarge, parse_size
 
 _DIGITS = re.compile(r"[0-9]+")
@@ -119,8 +119,8 @@ def input_path(text: str) -> str:
 
 
 def frame_rate(text: str) -> float:
-    """Frames a second: a plain decimal number above 0."""
-    if not _DECIMAL.fullmatch(text) or not 0 < float(text) <= MOST_FPS:
+    """Frames a second: a plain decimal number within the bounds of any rate."""
+    if not _DECIMAL.fullmatch(text) or not LEAST_FPS <= float(text) <= MOST_FPS:
         raise ValueError(text)
     return float(text)
 

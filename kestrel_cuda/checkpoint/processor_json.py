@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 from kestrel_cuda.checkpoint.files import is_present
 from kestrel_cuda.checkpoint.json_file import JsonObject, read_json, read_json_if_present
-from kestrel_cuda.config import ImageProcessorConfig, ModelConfig, VideoProcessorConfig
+from kestrel_cuda.config import LEAST_FPS, MOST_FPS, ImageProcessorConfig, ModelConfig, VideoProcessorConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.paths import shown_path
 
@@ -54,7 +54,7 @@ def read_video_processor(directory: Path) -> VideoProcessorConfig:
     max_frames = section.integer("max_frames") if "max_frames" in section else 768
     if min_frames > max_frames:
         raise section.wrong("min_frames", f"at most max_frames, which is {max_frames}")
-    fps = section.number("fps") if "fps" in section else 2.0
+    fps = _fps(section)
     return VideoProcessorConfig(**asdict(_rules(section)), fps=fps, min_frames=min_frames, max_frames=max_frames)
 
 
@@ -142,6 +142,15 @@ def _rescale_factor(section: JsonObject) -> float:
     return float(value)
 
 
+def _fps(section: JsonObject) -> float:
+    if "fps" not in section:
+        return 2.0
+    value = section.get("fps")
+    if not _is_number(value, LEAST_FPS, MOST_FPS):
+        raise section.wrong("fps", f"a number from {LEAST_FPS} to {MOST_FPS}, of frames a second")
+    return float(value)
+
+
 def _channels(section: JsonObject, key: str, least: float) -> tuple[float, float, float]:
     """A number a channel, or one for all three."""
     if key not in section:
@@ -154,5 +163,5 @@ def _channels(section: JsonObject, key: str, least: float) -> tuple[float, float
     return numbers[0], numbers[1], numbers[2]
 
 
-def _is_number(value: object, least: float) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= _MOST_VALUE
+def _is_number(value: object, least: float, most: float = _MOST_VALUE) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_cuda.checkpoint.json_file import shown
+from kestrel_cuda.config import LEAST_FPS, MOST_FPS
 from kestrel_cuda.errors import InputError
-from kestrel_cuda.inputs.visual_source import MOST_FPS, VisualKind, VisualSource, is_url, refuse_ambiguous
+from kestrel_cuda.inputs.visual_source import VisualKind, VisualSource, is_url, refuse_ambiguous
 
 Message = dict[str, object]
 
@@ -142,9 +143,9 @@ def _check_part(part: object, where: str) -> None:
 def _check_fps(fps: object, where: str) -> None:
     if fps is None:
         return
-    if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps <= MOST_FPS:
+    if not isinstance(fps, int | float) or isinstance(fps, bool) or not LEAST_FPS <= fps <= MOST_FPS:
         raise InputError(
-            f"{where} has fps {shown(fps)}; a number above 0 and up to {MOST_FPS} is needed, of frames a second"
+            f"{where} has fps {shown(fps)}; a number from {LEAST_FPS} to {MOST_FPS} is needed, of frames a second"
         )
 
 

@@ -14,7 +14,6 @@ from kestrel_cuda.paths import shown_path
 
 VisualKind: TypeAlias = Literal["image", "video"]
 
-MOST_FPS = 1_000_000
 _URL = re.compile(r"(?i)((https?|ftps?|file|s3|gs|hf|data):|[a-z][a-z0-9+.-]*://)")
 
 

@@ -320,8 +320,9 @@ def test_host_memory_that_is_used_up_names_the_file(
     [
         (("--image", ""), {}, "--image holds ''; it takes the path of a picture"),
         (("--video", " "), {}, "--video holds ' '; it takes the path of a video or of a folder"),
-        (("--fps", "0"), {}, "--fps holds '0'; it takes a number above 0"),
-        (("--fps", "1e3"), {}, "--fps holds '1e3'; it takes a number above 0 and up to 1000000, of frames a"),
+        (("--fps", "0"), {}, "--fps holds '0'; it takes a number from 0.001 to"),
+        (("--fps", "1e3"), {}, "--fps holds '1e3'; it takes a number from 0.001 to 1000000, of frames a"),
+        (("--fps", "0.0009"), {}, "--fps holds '0.0009'"),
         (("--fps", "."), {}, "--fps holds '.'"),
         (("--fps", "1000001"), {}, "--fps holds '1000001'"),
         (("--min-pixels", "0"), {}, "--min-pixels holds '0'; it takes a whole number of pixels, of at least 1"),

@@ -207,6 +207,7 @@ def test_every_option_with_a_value_has_its_variable(setting: Setting[Any], text:
         ("device", "-1"),
         ("fps", "24fps"),
         ("fps", "1000001"),
+        ("fps", "0.0009"),
         ("image_tokens", "0"),
         ("image", "a\0b"),
         ("ids", "1,,2"),

@@ -334,11 +334,13 @@ def test_conversations_that_are_taken(content: object, wrapped: bool) -> None:
         (user([{"type": "image", "image": "a\0b"}]), "has no path for image"),
         (user([{"type": "video", "video": []}]), "has no path for video; {"),
         (user([{"type": "video", "video": ["a.png", 1]}]), "has no path for video"),
-        (user([{"type": "video", "video": "a.mp4", "fps": 0}]), "has fps 0; a number above 0 and up to 1000000 is"),
-        (user([{"type": "video", "video": "a.mp4", "fps": True}]), "has fps true; a number above 0"),
-        (user([{"type": "video", "video": "a.mp4", "fps": "2"}]), 'has fps "2"; a number above 0'),
-        (user([{"type": "video", "video": "a.mp4", "fps": float("nan")}]), "has fps NaN; a number above 0"),
-        (user([{"type": "video", "video": "a.mp4", "fps": 10**400}]), "; a number above 0 and up to 1000000 is"),
+        (user([{"type": "video", "video": "a.mp4", "fps": 0}]), "has fps 0; a number from 0.001 to 1000000 is"),
+        (user([{"type": "video", "video": "a.mp4", "fps": 5e-324}]), "has fps 5e-324; a number from 0.001"),
+        (user([{"type": "video", "video": "a.mp4", "fps": 0.0009}]), "has fps 0.0009; a number from 0.001"),
+        (user([{"type": "video", "video": "a.mp4", "fps": True}]), "has fps true; a number from 0.001"),
+        (user([{"type": "video", "video": "a.mp4", "fps": "2"}]), 'has fps "2"; a number from 0.001'),
+        (user([{"type": "video", "video": "a.mp4", "fps": float("nan")}]), "has fps NaN; a number from 0.001"),
+        (user([{"type": "video", "video": "a.mp4", "fps": 10**400}]), "; a number from 0.001 to 1000000 is"),
         (user([{"type": "image", "image": "a.png", "max_pixels": 0.5}]), "has max_pixels 0.5; a whole number"),
         (user([{"type": "image", "image": "a.png", "min_pixels": -1}]), "has min_pixels -1; a whole number"),
     ],
@@ -348,3 +350,8 @@ def test_conversations_that_are_refused(value: object, complaint: str) -> None:
         check_messages(value, "chat.json")
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_slowest_and_the_fastest_video() -> None:
+    for fps in (0.001, 1_000_000):
+        check_messages(user([{"type": "video", "video": "a.mp4", "fps": fps}]), "chat.json")

@@ -163,7 +163,10 @@ def test_video_rules(directory: Path) -> None:
     ("key", "value", "complaint"),
     [
         ("min_frames", 1000, "min_frames is 1000; it has to be at most max_frames, which is 768"),
-        ("fps", 0, "fps is 0"),
+        ("fps", 0, "fps is 0; it has to be a number from 0.001 to 1000000, of frames a second"),
+        ("fps", 1e-300, "fps is 1e-300; it has to be a number from 0.001"),
+        ("fps", 1e7, "fps is 10000000.0; it has to be a number from 0.001"),
+        ("fps", True, "fps is true"),
         ("video_processor_type", "Qwen2VLVideoProcessor", "video_processor_type is"),
         ("cap_pixels_per_frame", True, "cap_pixels_per_frame is true"),
         ("temporal_patch_size", 0, "temporal_patch_size is 0"),
