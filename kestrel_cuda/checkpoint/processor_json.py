@@ -53,7 +53,10 @@ def read_video_processor(directory: Path) -> VideoProcessorConfig:
     min_frames = section.integer("min_frames") if "min_frames" in section else 4
     max_frames = section.integer("max_frames") if "max_frames" in section else 768
     if min_frames > max_frames:
-        raise section.wrong("min_frames", f"at most max_frames, which is {max_frames}")
+        if "min_frames" not in section:
+            raise section.wrong("max_frames", f"at least {min_frames}, which min_frames is where it is not given")
+        unsaid = "" if "max_frames" in section else " where it is not given"
+        raise section.wrong("min_frames", f"at most max_frames, which is {max_frames}{unsaid}")
     fps = _fps(section)
     return VideoProcessorConfig(**asdict(_rules(section)), fps=fps, min_frames=min_frames, max_frames=max_frames)
 

@@ -162,7 +162,8 @@ def test_video_rules(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "complaint"),
     [
-        ("min_frames", 1000, "min_frames is 1000; it has to be at most max_frames, which is 768"),
+        ("min_frames", 1000, "min_frames is 1000; it has to be at most max_frames, which is 768 where it"),
+        ("max_frames", 1, "max_frames is 1; it has to be at least 4, which min_frames is where it is not given"),
         ("fps", 0, "fps is 0; it has to be a number from 0.001 to 1000000, of frames a second"),
         ("fps", 1e-300, "fps is 1e-300; it has to be a number from 0.001"),
         ("fps", 1e7, "fps is 10000000.0; it has to be a number from 0.001"),
@@ -175,6 +176,12 @@ def test_video_rules(directory: Path) -> None:
 def test_nonsense_for_videos_is_refused(directory: Path, key: str, value: object, complaint: str) -> None:
     edit_json(directory / "video_preprocessor_config.json", {key: value})
     with pytest.raises(CheckpointError, match=complaint):
+        read_video_processor(directory)
+
+
+def test_least_and_most_frames_that_are_both_given(directory: Path) -> None:
+    edit_json(directory / "video_preprocessor_config.json", {"min_frames": 9, "max_frames": 8})
+    with pytest.raises(CheckpointError, match=r"min_frames is 9; it has to be at most max_frames, which is 8$"):
         read_video_processor(directory)
 
 
