@@ -111,7 +111,13 @@ def shown(value: object) -> str:
     try:
         return printable(json.dumps(value, ensure_ascii=False))
     except (RecursionError, ValueError, TypeError):  # deeper, or longer a number, than Python writes
-        return f"a {type(value).__name__}"
+        return json_kind(value)
+
+
+def json_kind(value: object) -> str:
+    """What JSON calls a value."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def parse_json(text: str | bytes) -> object:
@@ -145,9 +151,7 @@ def read_json(path: Path) -> JsonObject:
             f"{shown_path(path)} is not JSON ({path.stat().st_size} bytes): {error}; fetch it again"
         ) from error
     if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{shown_path(path)} holds a JSON {type(values).__name__}; an object is needed: fetch it again"
-        )
+        raise CheckpointError(f"{shown_path(path)} holds {json_kind(values)}; an object is needed: fetch it again")
     return JsonObject(values, path)
 
 

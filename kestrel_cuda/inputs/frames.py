@@ -99,8 +99,8 @@ def take_frames(
 def check_frame_count(num_frames: int, where: str) -> None:
     if num_frames < LEAST_FRAMES:
         found = "1 frame" if num_frames else "no frames"
-        do = ": give a single one as a picture" if num_frames else ""
-        raise InputError(f"{where} has {found}; at least {LEAST_FRAMES} are needed{do}")
+        do = "give a single one as a picture" if num_frames else "check that it is the one meant"
+        raise InputError(f"{where} has {found}; at least {LEAST_FRAMES} are needed: {do}")
 
 
 def video_size(num_frames: int, height: int, width: int, rules: VideoProcessorConfig, where: str) -> ImageSize:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kestrel_cuda.checkpoint.json_file import shown
+from kestrel_cuda.checkpoint.json_file import json_kind, shown
 from kestrel_cuda.config import LEAST_FPS, MOST_FPS
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.visual_source import VisualKind, VisualSource, is_url, refuse_ambiguous
@@ -41,7 +41,7 @@ def check_messages(value: object, where: str = "the conversation") -> list[Messa
             raise InputError(f"{where} gives tools; tools are not supported yet")
         value = value.get("messages")
     if not isinstance(value, list):
-        raise InputError(f"{where} has {_kind(value)} for messages; a list is needed, or an object with messages")
+        raise InputError(f"{where} has {json_kind(value)} for messages; a list is needed, or an object with messages")
     if not value:
         raise InputError(f"{where} holds no messages; at least one is needed")
     for number, message in enumerate(value, start=1):
@@ -94,7 +94,7 @@ def _source(kind: VisualKind, part: dict[str, Any], folder: Path) -> VisualSourc
 
 def _check_message(message: object, where: str) -> None:
     if not isinstance(message, dict):
-        raise InputError(f"{where} is {_kind(message)}; an object with role and content is needed")
+        raise InputError(f"{where} is {json_kind(message)}; an object with role and content is needed")
     role = message.get("role")
     if role not in ROLES:
         raise InputError(f"{where} has role {shown(role)}; roles are {', '.join(ROLES)}")
@@ -102,7 +102,7 @@ def _check_message(message: object, where: str) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        found = f"content that is {_kind(content)}" if "content" in message else "no content"
+        found = f"content that is {json_kind(content)}" if "content" in message else "no content"
         raise InputError(f"{where} ({role}) has {found}; text or a list of parts is needed")
     for number, part in enumerate(content, start=1):
         _check_part(part, f"{where} ({role}), part {number},")
@@ -110,7 +110,7 @@ def _check_message(message: object, where: str) -> None:
 
 def _check_part(part: object, where: str) -> None:
     if not isinstance(part, dict):
-        raise InputError(f"{where} is {_kind(part)}; an object like {_EXAMPLES['text']} is needed")
+        raise InputError(f"{where} is {json_kind(part)}; an object like {_EXAMPLES['text']} is needed")
     kind = part_type(part)
     others = [key for key in _OTHER_FORMS if key in part or kind == key]
     if others:
@@ -125,7 +125,7 @@ def _check_part(part: object, where: str) -> None:
         )
     if kind == "text":
         if not isinstance(part.get("text"), str):
-            raise InputError(f"{where} has text that is {_kind(part.get('text'))}; {_EXAMPLES['text']} is needed")
+            raise InputError(f"{where} has text that is {json_kind(part.get('text'))}; {_EXAMPLES['text']} is needed")
         return
     named = part.get(kind)
     listed = named if kind == "video" and isinstance(named, list) and named else [named]
@@ -147,9 +147,3 @@ def _check_fps(fps: object, where: str) -> None:
         raise InputError(
             f"{where} has fps {shown(fps)}; a number from {LEAST_FPS} to {MOST_FPS} is needed, of frames a second"
         )
-
-
-def _kind(value: object) -> str:
-    """What JSON calls a value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

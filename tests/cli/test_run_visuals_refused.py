@@ -285,7 +285,8 @@ def test_videos_that_cannot_be_used(refuse: Refuse, tmp_path: Path) -> None:
     assert refuse("--video", tmp_path / "no.mp4", "hi").endswith("no.mp4 does not exist; check the path of the video")
     assert "has 1 frame; at least 2" in refuse("--video", frames(tmp_path / "one", 1), "hi")
     (tmp_path / "empty").mkdir()
-    assert "has no frames" in refuse("--video", tmp_path / "empty", "hi")
+    line = refuse("--video", tmp_path / "empty", "hi")
+    assert line.endswith("empty has no frames; at least 2 are needed: check that it is the one meant")
     for url in ("https://example.com/a.mp4", "rtsp://camera/1", "x-my+own.scheme://a"):
         assert refuse("--video", url, "hi").startswith(f"{url} is a URL")
 

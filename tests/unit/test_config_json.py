@@ -332,9 +332,13 @@ def test_odd_values_are_shown_on_one_line(config: Path) -> None:
     assert error_of(config).isprintable()
 
 
-def test_a_json_list_is_refused(config: Path) -> None:
-    config.write_text("[]")
-    assert "holds a JSON list" in error_of(config)
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [("[]", "a list"), ("null", "null"), ("true", "true or false"), ('"a"', "a string"), ("1.5", "a number")],
+)
+def test_json_that_is_no_object_is_refused(config: Path, content: str, found: str) -> None:
+    config.write_text(content)
+    assert error_of(config) == f"{config} holds {found}; an object is needed: fetch it again"
 
 
 def test_a_byte_order_mark_is_dropped(config: Path) -> None:

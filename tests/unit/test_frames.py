@@ -123,7 +123,7 @@ def test_frames_that_make_no_video(tmp_path: Path) -> None:
     folder = write_frames(tmp_path / "frames", 1)
     with pytest.raises(InputError, match="clip has 1 frame; at least 2 are needed: give a single one as a picture"):
         open_frames(frame_files(folder), 2.0, "clip", RELEASED)
-    with pytest.raises(InputError, match=r"clip has no frames; at least 2 are needed$"):
+    with pytest.raises(InputError, match=r"clip has no frames; at least 2 are needed: check that it is the one meant$"):
         open_frames([], 2.0, "clip", RELEASED)
     write_frames(folder, 2)
     Image.new("RGB", (64, 32)).save(folder / "f2.png")
