@@ -267,9 +267,17 @@ def _high_bytes(image: Image.Image) -> Image.Image:
 def _check_range(path: str, image: Image.Image) -> None:
     """Raise unless 32-bit values mean the same in 8 bits: which range they are in, no file says."""
     values = np.asarray(image)
-    if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 255):
-        kind = "floating-point numbers" if image.mode == "F" else "whole numbers of 32 bits"
+    kind = "floating-point numbers" if image.mode == "F" else "whole numbers of 32 bits"
+    has = f"{shown_path(path)} has {kind} for pixels"
+    if np.isnan(values).any():
+        raise InputError(f"{has}, and some are no number (NaN); values from 0 to 255 are needed: save it without them")
+    least, most = values.min(), values.max()
+    if least < 0 or most > 255:
         raise InputError(
-            f"{shown_path(path)} has {kind} for pixels, from {values.min():g} to {values.max():g}; "
-            "values from 0 to 255 are needed: save it with 8 or 16 bits"
+            f"{has}, from {least:g} to {most:g}; values from 0 to 255 are needed: save it with 8 or 16 bits"
+        )
+    if image.mode == "F" and 0 < most <= 1:
+        raise InputError(
+            f"{has}, from {least:g} to {most:g}, which looks like a range of 0 to 1; values from 0 to 255 are needed: "
+            "scale it to them"
         )

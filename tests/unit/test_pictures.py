@@ -226,7 +226,7 @@ def test_wide_numbers_are_taken_where_8_bits_hold_them(tmp_path: Path) -> None:
     [
         (np.array([[0, 1000]], np.float32), "floating-point numbers for pixels, from 0 to 1000"),
         (np.array([[-1, 2]], np.float32), "from -1 to 2"),
-        (np.array([[0, np.nan]], np.float32), "floating-point numbers for pixels"),
+        (np.array([[0, np.inf]], np.float32), "floating-point numbers for pixels, from 0 to inf"),
         (np.array([[0, 70000]], np.int32), "whole numbers of 32 bits for pixels, from 0 to 70000"),
     ],
 )
@@ -234,6 +234,29 @@ def test_wide_numbers_of_no_known_range_are_refused(tmp_path: Path, values: NDAr
     message = error_of(saved(tmp_path / "a.tiff", Image.fromarray(values)))
     assert named in message
     assert "values from 0 to 255 are needed: save it with 8 or 16 bits" in message
+
+
+def test_pixels_that_are_no_number(tmp_path: Path) -> None:
+    message = error_of(saved(tmp_path / "a.tiff", Image.fromarray(np.array([[0, np.nan, 9]], np.float32))))
+    assert message.endswith(
+        "has floating-point numbers for pixels, and some are no number (NaN); values from 0 to 255 are needed: save it "
+        "without them"
+    )
+
+
+@pytest.mark.parametrize(("most", "shown"), [(1, "1"), (0.25, "0.25")])
+def test_a_range_up_to_1_is_not_taken_for_8_bits(tmp_path: Path, most: float, shown: str) -> None:
+    message = error_of(saved(tmp_path / "a.tiff", Image.fromarray(np.array([[0, most]], np.float32))))
+    assert message.endswith(
+        f"has floating-point numbers for pixels, from 0 to {shown}, which looks like a range of 0 to 1; values from 0 "
+        "to 255 are needed: scale it to them"
+    )
+
+
+def test_values_up_to_1_that_are_dark(tmp_path: Path) -> None:
+    """Whole numbers, and a picture that is black whatever its range."""
+    for name, values in (("i", np.array([[0, 1]], np.int32)), ("f", np.array([[0, 0]], np.float32))):
+        assert pixels(saved(tmp_path / f"{name}.tiff", Image.fromarray(values)))[0, :, 0].tolist() == list(values[0])
 
 
 def test_cmyk(tmp_path: Path) -> None:
