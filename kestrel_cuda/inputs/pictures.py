@@ -34,6 +34,9 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PP
 SCALE_DOWN = "scale it down, or free host memory"
 """What to do about a picture that host memory does not hold."""
 
+OVER_WHITE = "transparency laid over white"
+"""What to say of a picture that `over_white` was needed for."""
+
 _ORIENTATIONS = {
     2: "mirrored left to right",
     3: "turned by 180°",
@@ -248,10 +251,14 @@ def _to_rgb(path: str, image: Image.Image, is_pnm: bool) -> tuple[Image.Image, l
     elif image.mode not in ("RGB", "RGBA"):
         notes.append(f"{image.mode} converted to RGB")
     if image.has_transparency_data:
-        overlaid = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, overlaid).convert("RGB"), [*notes, "transparency laid over white"]
+        return over_white(image.convert("RGBA")), [*notes, OVER_WHITE]
     return image.convert("RGB"), notes
+
+
+def over_white(rgba: Image.Image) -> Image.Image:
+    """A picture with alpha as it looks on white, in RGB."""
+    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, rgba).convert("RGB")
 
 
 def _high_bytes(image: Image.Image) -> Image.Image:

@@ -16,12 +16,14 @@ from kestrel_cuda.checkpoint.files import printable
 from kestrel_cuda.config import VideoProcessorConfig
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.frames import LEAST_FRAMES, Video, check_frame_count, sampled, take_frames
-from kestrel_cuda.inputs.pictures import Picture, open_input, read_start, unreadable_input
+from kestrel_cuda.inputs.pictures import OVER_WHITE, Picture, open_input, over_white, read_start, unreadable_input
 from kestrel_cuda.inputs.signatures import other_kind, picture_kind
 from kestrel_cuda.paths import shown_path
 
 if TYPE_CHECKING:
+    from av import VideoFrame
     from av.container import InputContainer
+    from av.video.format import VideoFormat
 
 READ_FORMATS = "MP4, MOV, Matroska, WebM, AVI, MPEG, FLV, Ogg or GIF"
 # Named one by one: some of FFmpeg's others are lists of further files and addresses, which it would open.
@@ -59,6 +61,9 @@ class _Stored:
     seconds: float
     seconds_said: float | None
     rate: float | None
+    codec: str
+    loses_alpha: bool
+    """Says it is transparent, in a way that its codec's decoder passes over (WebM)."""
 
     @property
     def lacks_frames(self) -> bool:
@@ -108,15 +113,25 @@ def _look_through(container: InputContainer) -> _Stored:
     says_duration = any(name in _FORMATS_WITH_DURATION for name in container.format.name.split(","))
     seconds_said = container.duration / 1e6 if says_duration and container.duration else None
     seconds = end_s - (container.start_time or 0) / 1e6
-    return _Stored(num_frames, stream.frames, seconds, seconds_said, float(rate) if rate else None)
+    return _Stored(
+        num_frames,
+        stream.frames,
+        seconds,
+        seconds_said,
+        float(rate) if rate else None,
+        stream.codec_context.name,
+        loses_alpha=stream.metadata.get("alpha_mode") == "1" and not _may_have_alpha(stream.format),
+    )
 
 
 def _doubts(stored: _Stored, num_damaged: int) -> Iterator[str]:
-    """What speaks for a file that is not whole."""
+    """What speaks for a file that is not whole, or is not taken whole."""
     if stored.lacks_frames:
         yield f"says it has {stored.num_said} frames, {stored.num_frames} can be read: it may be cut off"
     elif stored.ends_early:
         yield (f"says it lasts {stored.seconds_said:.3g} s, and ends after {stored.seconds:.3g} s: it may be cut off")
+    if stored.loses_alpha:
+        yield f"says it is transparent, which is not read from {stored.codec}: give a folder of its frames to have it"
     if num_damaged:
         frames = "1 frame is" if num_damaged == 1 else f"{num_damaged} frames are"
         yield f"{frames} damaged or incomplete, and taken as far as decoded: fetch the file again"
@@ -189,13 +204,31 @@ def _pictures(container: InputContainer, indices: Sequence[int], damaged: list[i
         if frame.is_corrupt:
             damaged.append(num_decoded)
         if num_decoded in wanted:
-            rgb = Image.fromarray(frame.to_ndarray(format="rgb24"))
-            turn = _TURNS.get(round(frame.rotation) % 360)
-            if turn is None:
-                yield Picture(f"frame {num_decoded}", rgb)
-            else:
-                yield Picture(f"frame {num_decoded}", rgb.transpose(turn[0]), (turn[1],))
+            yield _picture(frame, f"frame {num_decoded}")
         num_decoded += 1
         if num_decoded > indices[-1]:
             return
     raise _FewerFrames(num_decoded)
+
+
+def _may_have_alpha(pixels: VideoFormat | None) -> bool:
+    # A palette may have an alpha, of which its one component says nothing.
+    return pixels is not None and (pixels.has_palette or any(component.is_alpha for component in pixels.components))
+
+
+def _picture(frame: VideoFrame, name: str) -> Picture:
+    """A decoded frame, upright and without its alpha."""
+    notes: list[str] = []
+    rgb = None
+    if _may_have_alpha(frame.format):
+        rgba = Image.fromarray(frame.to_ndarray(format="rgba"))
+        if rgba.getextrema()[-1] != (255, 255):
+            rgb = over_white(rgba)
+            notes.append(OVER_WHITE)
+    if rgb is None:
+        rgb = Image.fromarray(frame.to_ndarray(format="rgb24"))
+    turn = _TURNS.get(round(frame.rotation) % 360)
+    if turn is not None:
+        rgb = rgb.transpose(turn[0])
+        notes.insert(0, turn[1])
+    return Picture(name, rgb, tuple(notes))

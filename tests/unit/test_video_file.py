@@ -35,14 +35,15 @@ def write(
     gop: int = 0,
     **options: str,
 ) -> Path:
-    """A video of RGB frames [height, width, 3]; png keeps them to the bit."""
+    """A video of RGB frames [height, width, 3], or RGBA ones; png keeps them to the bit."""
     with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = pixels
         stream.gop_size = gop or stream.gop_size
+        of_frames = "rgb24" if frames[0].shape[2] == 3 else "rgba"
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format=of_frames)))
         container.mux(stream.encode())
     return path
 
@@ -105,6 +106,65 @@ def test_an_animation(tmp_path: Path) -> None:
     video = open_video(str(tmp_path / "a.gif"), RELEASED)
     assert video.num_source_frames == 5
     assert reds(video)[0] == 0
+
+
+OVER_WHITE = "4 of 4 frames: transparency laid over white"
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "pixels"),
+    [
+        ("a.mov", "png", "rgba"),
+        ("a.mov", "qtrle", "argb"),
+        ("a.avi", "utvideo", "gbrap"),
+        ("a.mkv", "ffv1", "yuva420p"),
+        ("a.mov", "prores_ks", "yuva444p10le"),
+    ],
+)
+def test_transparency_is_laid_over_white(tmp_path: Path, name: str, codec: str, pixels: str) -> None:
+    frame = np.zeros((64, 64, 4), np.uint8)
+    frame[:32] = 200, 0, 0, 255
+    video = open_video(str(write(tmp_path / name, [frame] * 4, codec, pixels)), RELEASED)
+    assert OVER_WHITE in video.notes
+    assert video.warnings == ()
+    for frame_hwc in video.frames_hwc:
+        assert np.allclose(frame_hwc[4, 4], (200, 0, 0), atol=2)
+        assert frame_hwc[60, 60].tolist() == [255, 255, 255]
+
+
+def test_what_is_half_transparent_shines_through(tmp_path: Path) -> None:
+    frame = np.full((64, 64, 4), (0, 100, 200, 51), np.uint8)
+    video = open_video(str(write(tmp_path / "a.mov", [frame] * 4, "png", "rgba")), RELEASED)
+    assert video.frames_hwc[0][0, 0].tolist() == [204, 224, 244]
+
+
+def test_alpha_that_hides_nothing_is_no_news(tmp_path: Path) -> None:
+    frame = np.full((64, 64, 4), (200, 0, 0, 255), np.uint8)
+    video = open_video(str(write(tmp_path / "a.mov", [frame] * 4, "png", "rgba")), RELEASED)
+    assert video.notes == ("4 of 4 frames are taken (24 a second in the file)",)
+    assert video.frames_hwc[0][0, 0].tolist() == [200, 0, 0]
+
+
+def test_a_transparent_animation(tmp_path: Path) -> None:
+    images = [Image.new("RGBA", (64, 64), (200, 0, 0, 255)) for _ in range(4)]
+    for number, image in enumerate(images):
+        image.paste((0, 0, 0, 0), (0, 32, 64, 64))
+        image.putpixel((number, 0), (0, 255, 0, 255))  # equal ones would be merged
+    images[0].save(tmp_path / "a.gif", save_all=True, append_images=images[1:], duration=100, disposal=2)
+    video = open_video(str(tmp_path / "a.gif"), RELEASED)
+    assert OVER_WHITE in video.notes
+    assert video.frames_hwc[0][60, 60].tolist() == [255, 255, 255]
+
+
+def test_transparency_that_a_decoder_passes_over_is_warned_of(tmp_path: Path) -> None:
+    """A WebM holds it as a second picture beside each."""
+    frame = np.zeros((64, 64, 4), np.uint8)
+    clear = open_video(str(write(tmp_path / "a.webm", [frame] * 4, "libvpx-vp9", "yuva420p")), RELEASED)
+    assert clear.warnings == (
+        "says it is transparent, which is not read from vp9: give a folder of its frames to have it",
+    )
+    opaque = open_video(str(write(tmp_path / "b.webm", [frame[..., :3]] * 4, "libvpx-vp9", "yuv420p")), RELEASED)
+    assert opaque.warnings == ()
 
 
 def turn(path: Path, matrix: tuple[int, int, int, int]) -> None:
