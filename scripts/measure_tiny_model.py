@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kestrel_cuda.backends import open_backend
 from kestrel_cuda.checkpoint.processor_json import read_image_processor
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
@@ -28,6 +29,7 @@ from kestrel_cuda.errors import KestrelError
 from kestrel_cuda.inputs.image_size import image_size
 from kestrel_cuda.inputs.pictures import Picture
 from kestrel_cuda.inputs.visuals import OpenedPicture
+from scripts import arguments as kinds
 from scripts.tiny_model.items import Item
 from scripts.tiny_model.network import missing_packages
 from scripts.tiny_model.split import Split
@@ -157,30 +159,42 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = kinds.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="its folder")
-    parser.add_argument("--items", type=int, default=2080, help="how many, of all tasks alike")
+    parser.add_argument("--items", type=kinds.whole(1), default=2080, help="how many, of all tasks alike")
     parser.add_argument(
-        "--quants", nargs="*", choices=list(Quant), default=["none", "q8_0", "q4_0"], help="of kestrel-cuda"
+        "--quants",
+        nargs="+",
+        type=kinds.quant,
+        default=[Quant.NONE, Quant.Q8_0, Quant.Q4_0],
+        help=f"of kestrel-cuda: {', '.join(Quant)}",
     )
     parser.add_argument("--backend", choices=("auto", "cpu", "cuda"), default="auto", help="of kestrel-cuda")
     parser.add_argument("--no-transformers", action="store_true", help="ask kestrel-cuda alone")
-    parser.add_argument("--wrong", type=Path, help="file for the items that the first way gets wrong, JSON lines")
+    parser.add_argument(
+        "--wrong", type=kinds.out_file, help="file for the items that the first way gets wrong, JSON lines"
+    )
     arguments = parser.parse_args()
+    twice = next((quant for quant in arguments.quants if arguments.quants.count(quant) > 1), None)
+    if twice:
+        parser.error(f"--quants names {twice} {arguments.quants.count(twice)} times; name each once")
     absent = None if arguments.no_transformers else missing_packages()
     if absent:
         print(f"{absent} is not installed; give --no-transformers to measure kestrel-cuda alone", file=sys.stderr)
         return 2
-    if arguments.items < 1:
-        parser.error(f"--items {arguments.items}: needed: at least 1")
     try:
-        engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend=arguments.backend))
-        asked = questions(engine, arguments.items)
-        if arguments.wrong:
-            arguments.wrong.touch()  # before an hour is spent on what cannot be written
-    except (KestrelError, OSError) as error:
+        return measure(arguments)
+    except KestrelError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Ask, and print what was found. Raises KestrelError where nothing can be measured."""
+    engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend=arguments.backend))
+    if arguments.backend == "cuda":
+        open_backend("cuda")  # before transformers spends an hour
+    asked = questions(engine, arguments.items)
     answers: dict[str, list[str]] = {}
     seconds: dict[str, float] = {}
     for way in (*([] if arguments.no_transformers else [TRANSFORMERS]), *arguments.quants):
@@ -188,7 +202,7 @@ def main() -> int:
         if way == TRANSFORMERS:
             answers[way] = ask_transformers(arguments.checkpoint, asked, engine)
         else:
-            answers[way] = ask_kestrel(arguments.checkpoint, arguments.backend, Quant(way), asked)
+            answers[way] = ask_kestrel(arguments.checkpoint, arguments.backend, way, asked)
         seconds[way] = round(time.monotonic() - started, 1)
     found = summary(asked, answers) | {"seconds": seconds}
     print(table(found), file=sys.stderr)

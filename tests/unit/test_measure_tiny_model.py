@@ -11,6 +11,7 @@ import pytest
 
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
+from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.inputs.pixels import image_patches
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from scripts.make_tiny_model import TinyModel
@@ -101,3 +102,47 @@ def test_a_folder_that_is_not_there_is_one_line(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert "does not exist; give a directory" in captured.err
+
+
+def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+    """The one line on standard error."""
+    monkeypatch.setattr(sys, "argv", ["measure", str(folder), "--no-transformers", *words])
+    try:
+        code: object = main()
+    except SystemExit as exit_:
+        code = exit_.code
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    return captured.err.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--quants"], "argument --quants: expected at least one argument"),
+        (["--quants", "bad"], "argument --quants: 'bad' is none of q8_0, q4_0, g256, none"),
+        (["--quants", "q8_0", "none", "q8_0"], "--quants names q8_0 2 times; name each once"),
+        (["--items", "0"], "argument --items: '0' is not a whole number of at least 1"),
+        (["--wrong", "/"], "argument --wrong: / is a folder; give the path of a file"),
+        (
+            ["--wrong", "/no/such/place"],
+            "argument --wrong: /no/such/place cannot be written (No such file or directory); give another path",
+        ),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_asked(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert refusal(words, monkeypatch, capsys, folder) == message
+
+
+def test_without_a_gpu_nothing_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    def none_here(name: str) -> None:
+        raise DeviceError("no usable GPU here")
+
+    monkeypatch.setattr("scripts.measure_tiny_model.open_backend", none_here)
+    words = ["--quants", "q8_0", "--backend", "cuda", "--wrong", str(tmp_path / "wrong.jsonl")]
+    assert refusal(words, monkeypatch, capsys, folder) == "no usable GPU here"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,101 @@
+"""What scripts take on the command line, refused in one line before anything that takes long. Writes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from kestrel_cuda.config import Quant
+from kestrel_cuda.paths import shown_path
+from kestrel_cuda.sizes import TooLarge, parse_size
+
+_MOST_DIGITS = 18
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with an argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}\n")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Whole numbers of at least `least`."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def number(least: float, needed: str) -> Callable[[str], float]:
+    """Numbers of at least `least`, infinity among them; an error says what is `needed`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {needed}")
+        return value
+
+    return parse
+
+
+def quant(text: str) -> Quant:
+    try:
+        return Quant(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(Quant)}") from None
+
+
+def size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except TooLarge as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is a size {error}") from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def out_file(text: str) -> Path:
+    """The path of a file that can be written; one that exists is left as it is."""
+    path = Path(text)
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{shown_path(path)} is a folder; give the path of a file")
+        if not path.exists():
+            _try_folder(path.parent)
+        elif not os.access(path, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{shown_path(path)} cannot be written: allow it, or give another path")
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+    return path
+
+
+def out_folder(text: str) -> Path:
+    """The path of a folder that can be written, or be made."""
+    path = Path(text)
+    try:
+        _try_folder(next(place for place in (path, *path.absolute().parents) if os.path.lexists(place)))
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+    return path
+
+
+def _try_folder(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _unwritable(path: Path, error: Exception) -> argparse.ArgumentTypeError:
+    reason = getattr(error, "strerror", None) or error
+    return argparse.ArgumentTypeError(f"{shown_path(path)} cannot be written ({reason}); give another path")

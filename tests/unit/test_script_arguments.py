@@ -1,0 +1,94 @@
+"""What scripts take on the command line: values, and refusals in words that leave nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kestrel_cuda.config import Quant
+from scripts import arguments as kinds
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (kinds.whole(0), "0", 0),
+        (kinds.whole(1), "12", 12),
+        (kinds.number(0, "a number"), "0.5", 0.5),
+        (kinds.number(0, "a number"), "inf", float("inf")),
+        (kinds.quant, "q4_0", Quant.Q4_0),
+        (kinds.size, "1600MiB", 1600 << 20),
+    ],
+)
+def test_values(kind: Callable[[str], object], text: str, value: object) -> None:
+    assert kind(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (kinds.whole(1), "0", "'0' is not a whole number of at least 1"),
+        (kinds.whole(0), "-1", "'-1' is not a whole number of at least 0"),
+        (kinds.whole(0), "²", "'²' is not a whole number of at least 0"),
+        (kinds.whole(0), "9" * 5000, "is not a whole number of at least 0"),
+        (kinds.number(0, "a number of minutes"), "nan", "'nan' is not a number of minutes"),
+        (kinds.number(0, "a number of minutes"), "-1", "'-1' is not a number of minutes"),
+        (kinds.number(0, "a number of minutes"), "x", "'x' is not a number of minutes"),
+        (kinds.quant, "Q8", "'Q8' is none of q8_0, q4_0, g256, none"),
+        (kinds.size, "foo", "'foo' is not a size; write a number with a unit, like 6GiB or 500MB"),
+        (kinds.size, "9999999TiB", "'9999999TiB' is a size which is over 8 EiB"),
+    ],
+)
+def test_refusals(kind: Callable[[str], object], text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        kind(text)
+    assert str(caught.value).endswith(message)
+
+
+def test_files_to_write(tmp_path: Path) -> None:
+    """Only looked at: one that exists keeps what it holds."""
+    held = tmp_path / "held"
+    held.write_text("kept")
+    assert kinds.out_file(str(held)) == held
+    assert kinds.out_file(str(tmp_path / "new")) == tmp_path / "new"
+    assert kinds.out_file("/dev/null") == Path("/dev/null")
+    for path, reason in (
+        (tmp_path, "is a folder; give the path of a file"),
+        (tmp_path / "no" / "new", "cannot be written (No such file or directory); give another path"),
+        (held / "new", "cannot be written (Not a directory); give another path"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError) as caught:
+            kinds.out_file(str(path))
+        assert str(caught.value) == f"{path} {reason}"
+    assert list(tmp_path.iterdir()) == [held]
+    assert held.read_text() == "kept"
+
+
+def test_folders_to_write(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.write_text("kept")
+    for path in (tmp_path, tmp_path / "a" / "b"):
+        assert kinds.out_folder(str(path)) == path
+    for path in (held, held / "a" / "b"):
+        with pytest.raises(argparse.ArgumentTypeError) as caught:
+            kinds.out_folder(str(path))
+        assert str(caught.value) == f"{path} cannot be written (Not a directory); give another path"
+    assert list(tmp_path.iterdir()) == [held]
+
+
+def test_a_link_to_nowhere_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(argparse.ArgumentTypeError, match="link cannot be written"):
+        kinds.out_folder(str(tmp_path / "link"))
+
+
+def test_a_parser_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = kinds.Parser(prog="script")
+    parser.add_argument("--items", type=kinds.whole(1))
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(["--items", "none"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "argument --items: 'none' is not a whole number of at least 1\n"
