@@ -35,15 +35,15 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def number(least: float, needed: str) -> Callable[[str], float]:
-    """Numbers of at least `least`, infinity among them; an error says what is `needed`."""
+def number(least: float, most: float, needed: str) -> Callable[[str], float]:
+    """Numbers from `least` to `most`; an error says what is `needed`."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not value >= least:
+        if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not {needed}")
         return value
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts import arguments as kinds
 from scripts.tiny_model import state
 from scripts.tiny_model.batches import BatchStream, RowEncoder, collate
 from scripts.tiny_model.checkpoint import MODEL, MOST_BYTES, write_checkpoint
@@ -226,26 +227,35 @@ def run(trainer: Trainer, arguments: argparse.Namespace, log: Any) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the state and of log.jsonl")
+    parser = kinds.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=kinds.out_folder, required=True, help="folder of the state and of log.jsonl")
     parser.add_argument("--resume", type=Path, help="folder of an earlier state, where it is not --out")
-    parser.add_argument("--minutes", type=float, default=8.0, help="stop after so long; 0 trains nothing")
-    parser.add_argument("--total-steps", type=int, default=8000, help="steps of all runs together")
-    parser.add_argument("--batch-size", type=int, default=1024, help="items a step; may change between runs")
-    parser.add_argument("--rate", type=float, default=0.02, help="the highest learning rate of matrices")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=15, help="processes that make data")
-    parser.add_argument("--log-every", type=int, default=100, help="steps")
-    parser.add_argument("--eval-every", type=int, default=2000, help="steps")
-    parser.add_argument("--eval-items", type=int, default=64, help="held-out items a task")
+    parser.add_argument(
+        "--minutes",
+        type=kinds.number(0, math.inf, "a number of minutes, of at least 0"),
+        default=8.0,
+        help="stop after so long; 0 trains nothing",
+    )
+    parser.add_argument("--total-steps", type=kinds.whole(1), default=8000, help="steps of all runs together")
+    parser.add_argument("--batch-size", type=kinds.whole(1), default=1024, help="items a step; may change between runs")
+    parser.add_argument(
+        "--rate",
+        type=kinds.number(1e-6, 1, "a learning rate from 1e-06 to 1"),
+        default=0.02,
+        help="the highest learning rate of matrices",
+    )
+    parser.add_argument("--seed", type=kinds.whole(0), default=0)
+    parser.add_argument("--workers", type=kinds.whole(0), default=15, help="processes that make data")
+    parser.add_argument("--log-every", type=kinds.whole(1), default=100, help="steps")
+    parser.add_argument("--eval-every", type=kinds.whole(1), default=2000, help="steps")
+    parser.add_argument("--eval-items", type=kinds.whole(1), default=64, help="held-out items a task")
     parser.add_argument("--compile", action="store_true", help="compile the layers first, which takes a minute")
     parser.add_argument("--check", action="store_true", help="compare with transformers' own forward before training")
-    parser.add_argument("--export", type=Path, help="folder to write the checkpoint into at the end")
+    parser.add_argument("--export", type=kinds.out_folder, help="folder to write the checkpoint into at the end")
     arguments = parser.parse_args()
     if absent := missing_packages():
         print(f"{absent} is not installed; run this where PyTorch and transformers are", file=sys.stderr)
         return 2
-    arguments.out.mkdir(parents=True, exist_ok=True)
 
     def log(**values: Any) -> None:
         line = json.dumps(values)
@@ -258,7 +268,8 @@ def main() -> int:
         source = arguments.resume or (arguments.out if state.exists(arguments.out) else None)
         if source is not None:
             trainer.resume(source)
-    except state.StateError as error:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except (state.StateError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     log(step=trainer.step, device=trainer.device, arguments={k: str(v) for k, v in vars(arguments).items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from scripts import arguments as kinds
     [
         (kinds.whole(0), "0", 0),
         (kinds.whole(1), "12", 12),
-        (kinds.number(0, "a number"), "0.5", 0.5),
-        (kinds.number(0, "a number"), "inf", float("inf")),
+        (kinds.number(0, math.inf, "a number"), "0.5", 0.5),
+        (kinds.number(0, math.inf, "a number"), "inf", math.inf),
         (kinds.quant, "q4_0", Quant.Q4_0),
         (kinds.size, "1600MiB", 1600 << 20),
     ],
@@ -34,9 +35,10 @@ def test_values(kind: Callable[[str], object], text: str, value: object) -> None
         (kinds.whole(0), "-1", "'-1' is not a whole number of at least 0"),
         (kinds.whole(0), "²", "'²' is not a whole number of at least 0"),
         (kinds.whole(0), "9" * 5000, "is not a whole number of at least 0"),
-        (kinds.number(0, "a number of minutes"), "nan", "'nan' is not a number of minutes"),
-        (kinds.number(0, "a number of minutes"), "-1", "'-1' is not a number of minutes"),
-        (kinds.number(0, "a number of minutes"), "x", "'x' is not a number of minutes"),
+        (kinds.number(0, math.inf, "a number of minutes"), "nan", "'nan' is not a number of minutes"),
+        (kinds.number(0, math.inf, "a number of minutes"), "-1", "'-1' is not a number of minutes"),
+        (kinds.number(0, math.inf, "a number of minutes"), "x", "'x' is not a number of minutes"),
+        (kinds.number(0.5, 1, "a share"), "1.01", "'1.01' is not a share"),
         (kinds.quant, "Q8", "'Q8' is none of q8_0, q4_0, g256, none"),
         (kinds.size, "foo", "'foo' is not a size; write a number with a unit, like 6GiB or 500MB"),
         (kinds.size, "9999999TiB", "'9999999TiB' is a size which is over 8 EiB"),

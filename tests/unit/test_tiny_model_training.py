@@ -56,6 +56,60 @@ def test_without_pytorch_one_line_says_so(
     assert not target.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--log-every", "0"], "argument --log-every: '0' is not a whole number of at least 1"),
+        (["--eval-every", "0"], "argument --eval-every: '0' is not a whole number of at least 1"),
+        (["--eval-items", "0"], "argument --eval-items: '0' is not a whole number of at least 1"),
+        (["--total-steps", "0"], "argument --total-steps: '0' is not a whole number of at least 1"),
+        (["--batch-size", "-1"], "argument --batch-size: '-1' is not a whole number of at least 1"),
+        (["--workers", "-1"], "argument --workers: '-1' is not a whole number of at least 0"),
+        (["--seed", "-1"], "argument --seed: '-1' is not a whole number of at least 0"),
+        (["--minutes", "nan"], "argument --minutes: 'nan' is not a number of minutes, of at least 0"),
+        (["--minutes", "-1"], "argument --minutes: '-1' is not a number of minutes, of at least 0"),
+        (["--rate", "nan"], "argument --rate: 'nan' is not a learning rate from 1e-06 to 1"),
+        (["--out", "FILE"], "argument --out: FILE cannot be written (Not a directory); give another path"),
+        (["--export", "FILE/a"], "argument --export: FILE/a cannot be written (Not a directory); give another path"),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_trained(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("kept")
+    monkeypatch.setattr(sys, "argv", ["train", "--out", "out", *words])
+    with pytest.raises(SystemExit) as caught:
+        train_tiny_model.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"{message}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_a_state_that_is_not_there_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Resuming:
+        def __init__(self, *_: object) -> None: ...
+
+        def resume(self, folder: Path) -> None:
+            state.read_progress(folder)
+
+    monkeypatch.setattr(train_tiny_model, "missing_packages", lambda: None)
+    monkeypatch.setattr(train_tiny_model, "Trainer", Resuming)
+    words = ["--out", str(tmp_path / "out"), "--resume", str(tmp_path / "none")]
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    assert train_tiny_model.main() == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.endswith("; give the folder of an earlier run\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert not state.exists(tmp_path)
     (tmp_path / "state.json").write_text('{"step": 1}')
