@@ -22,7 +22,7 @@ from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import DeviceError, KestrelError
 from kestrel_cuda.report import LoadReport, ResidencyReport
-from kestrel_cuda.sizes import parse_size
+from scripts import arguments as kinds
 
 ROUNDS, NEW_TOKENS = 5, 4
 
@@ -47,19 +47,19 @@ def prefill(config: EngineConfig, num_prompt: int) -> tuple[LoadReport, Residenc
 
 
 def budgets(text: str) -> dict[str, int]:
-    return {size: parse_size(size) for size in text.split(",")}
+    return {size: kinds.size(size) for size in text.split(",")}
 
 
 def lengths(text: str) -> list[int]:
-    return [int(length) for length in text.split(",")]
+    return [kinds.whole(1)(length) for length in text.split(",")]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = kinds.Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--vram", type=budgets, default="1500MiB,2GiB", help="budgets, comma-separated")
     parser.add_argument("--prompts", type=lengths, default="512,2048,8192", help="in tokens, comma-separated")
-    parser.add_argument("--quant", type=Quant, default=Quant.Q8_0)
+    parser.add_argument("--quant", type=kinds.quant, default=Quant.Q8_0)
     parser.add_argument("--most", type=float, default=1.1, help="times the bound")
     arguments = parser.parse_args()
     try:

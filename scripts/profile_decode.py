@@ -8,7 +8,6 @@ over the whole token tells how much overlap there is. Prints one JSON object a c
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from kestrel_cuda.backends.cuda import CudaBackend
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
+from scripts import arguments as kinds
 
 STEPS = ("embed", "norm_linear", "rope_attend", "linear", "norm_gate_up", "norm", "choose")
 REPEATS = 30
@@ -77,13 +77,13 @@ def profile(engine: Engine, backend: CudaBackend, depth: int) -> dict[str, objec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = kinds.Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--quant", default="q8_0")
+    parser.add_argument("--quant", type=kinds.quant, default=Quant.Q8_0)
     parser.add_argument("--depths", default="64,512,8192")
     arguments = parser.parse_args()
     depths = [int(depth) for depth in arguments.depths.split(",")]
-    engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend="cuda", quant=Quant(arguments.quant)))
+    engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend="cuda", quant=arguments.quant))
     load = engine.load(max(depths) + 256, num_prompt=1)
     backend = engine.backend
     assert isinstance(backend, CudaBackend)

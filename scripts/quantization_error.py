@@ -10,7 +10,6 @@ said on stderr and left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kestrel_cuda.config import EngineConfig, KvDtype, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import InternalError, SettingError
+from kestrel_cuda.errors import InternalError, KestrelError, SettingError
+from scripts import arguments as kinds
 
 ORACLE = Path(__file__).resolve().parents[1] / "tests" / "data" / "oracle"
 
@@ -119,10 +119,12 @@ def prompt_logits_of(engine: Engine) -> PromptLogits:
     return logits
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main() -> int:
+    parser = kinds.Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoints", type=Path, nargs="*", help="[default: every one of tests/data/oracle]")
-    parser.add_argument("--quant", choices=list(Quant), type=Quant, action="append", help="[default: each in turn]")
+    parser.add_argument(
+        "--quant", type=kinds.quant, action="append", help=f"{', '.join(Quant)}  [default: each in turn]"
+    )
     parser.add_argument(
         "--kv", choices=list(KvDtype), type=KvDtype, action="append", help="[default: what --quant has]"
     )
@@ -139,15 +141,18 @@ def main() -> None:
             config = EngineConfig(model=checkpoint, backend=arguments.backend, quant=quant, kv=kv)
             try:
                 engine = Engine.open(config)
-            except SettingError as refusal:
+                load = engine.load(max(len(golden.prompt_ids) for golden in goldens) + 1)
+            except KestrelError as refusal:
                 print(f"{checkpoint.name}: {refusal}", file=sys.stderr)
-                continue
-            load = engine.load(max(len(golden.prompt_ids) for golden in goldens) + 1)
+                if isinstance(refusal, SettingError):
+                    continue
+                return 2
             error = measure(goldens, prompt_logits_of(engine))
             engine.close()
             said = {"checkpoint": checkpoint.name, "quant": str(quant), "kv": str(config.kv_dtype)}
             print(json.dumps({**said, "device": load.device, **asdict(error)}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kestrel_cuda.errors import DeviceError
 from scripts import quantization_error
 from scripts.quantization_error import compare, goldens_of, kl_divergence
 
@@ -94,3 +95,35 @@ def test_a_checkpoint_without_goldens_is_refused(
     with pytest.raises(SystemExit):
         quantization_error.main()
     assert "has no goldens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--quant", "bad"], "argument --quant: 'bad' is none of q8_0, q4_0, g256, none"),
+        (["--backend", "gpu"], "argument --backend: invalid choice: 'gpu'"),
+    ],
+)
+def test_arguments_are_refused_in_one_line(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["quantization_error.py", *options])
+    with pytest.raises(SystemExit) as caught:
+        quantization_error.main()
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_without_a_gpu_one_line_says_so(
+    oracle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none_here(name: str, device: int) -> None:
+        raise DeviceError("no usable GPU here")
+
+    monkeypatch.setattr("kestrel_cuda.engine.open_backend", none_here)
+    checkpoint = oracle / "checkpoints" / "tiny-28L"
+    monkeypatch.setattr(sys, "argv", ["quantization_error.py", str(checkpoint), "--backend", "cuda"])
+    assert quantization_error.main() == 2
+    assert capsys.readouterr() == ("", "tiny-28L: no usable GPU here\n")
