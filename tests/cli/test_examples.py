@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kestrel_cuda.bench import default_keeps
 from scripts.make_example_pictures import EXAMPLES
 from tests.cli.visual_runs import Run
 
@@ -43,6 +44,19 @@ def test_what_the_embedded_model_answers(real_run: Run, names: list[str], questi
     assert first[1].splitlines()[0] == answer
     assert [(code, out) for code, out, _ in others] == [first[:2]] * 3
     assert json.loads(real_run(*pictures, question, "--quant", "none", "--json")[1])["text"] == answer
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0", "none"])
+def test_every_window_of_a_sweep_sees_the_same_picture(real_run: Run, quant: str) -> None:
+    """The windows that `bench --sweep-keep` lays, with ids that say what is there: equal to the bit."""
+    answers = []
+    for keep in default_keeps(12):
+        words = ("--image", FOLDER / "shapes.png", "What do you see?", "--keep", keep or "off", "--quant", quant)
+        result = json.loads(real_run(*words, "--json")[1])
+        assert result["keep"] == (keep or "off")
+        answers.append((result["text"], result["ids"], result["logits_sha256"]))
+    assert answers[0][0] == "a purple star, a yellow ring and a green triangle"
+    assert answers == answers[:1] * 8
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
