@@ -38,7 +38,7 @@ def context_of(
         return visuals.advice(num_slots - 1 - (num_prompt_tokens - visuals.num_tokens))
 
     if num_prompt_tokens >= max_positions:
-        advice = smaller(max_positions)
+        advice = smaller(min(asked or max_positions, max_positions)) or smaller(max_positions)
         raise InputError(
             f"{prompt}; with one new token that is over the {max_positions} positions this model has; "
             f"{f'{advice} would make it fit' if advice else 'shorten it'}"

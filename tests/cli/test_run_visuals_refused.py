@@ -214,6 +214,9 @@ def test_more_pictures_than_positions(ask: Ask, refuse: Refuse, tmp_path: Path) 
         "model has; --image-tokens 21 would make it fit"
     )
     assert ask("--image", path, "hi", "--image-tokens", 21, model=model)["n_prompt"] < 32
+    line = refuse("--image", path, "hi", "--ctx", 24, model=model)
+    assert line.endswith("; --image-tokens 14 would make it fit"), "into --ctx as well"
+    assert ask("--image", path, "hi", "--ctx", 24, "--image-tokens", 14, model=model)["n_prompt"] < 24
 
 
 def test_a_video_that_does_not_fit(refuse: Refuse, tmp_path: Path) -> None:
