@@ -166,10 +166,10 @@ def least_image_tokens(visuals: Sequence[OpenedVisual]) -> int | None:
 
 
 def fits_unenlarged(visuals: Sequence[OpenedVisual], room: int) -> bool:
-    """Whether they would take at most `room` tokens if no picture were enlarged."""
+    """Whether they would take at most `room` tokens if no picture without limits of its own were enlarged."""
     taken = 0
     for visual in visuals:
-        if visual.kind == "image":
+        if visual.kind == "image" and not visual.limited_alone:
             rules = replace(visual.rules, min_pixels=1)
             taken += image_size(visual.picture.height, visual.picture.width, rules).num_tokens
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_cli import options, values
+from kestrel_cli import options
 from kestrel_cli.settings import Setting, Settings
 from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.errors import SettingError
@@ -376,27 +376,3 @@ def test_the_engine_is_told_what_was_chosen() -> None:
 
 def test_by_default_the_embedded_model_is_used() -> None:
     assert options.run_config(settle()).model.parts[-3:] == ("kestrel_cuda", "data", "kestrel-tiny")
-
-
-PATHS = ("model", "strip_cache", "prompt_file", "messages", "logits", "profile")
-
-
-@pytest.mark.parametrize("text", [" ", "   ", "\t", "\n"])
-@pytest.mark.parametrize("name", PATHS)
-def test_a_blank_path_is_refused_wherever_it_comes_from(name: str, text: str, tmp_path: Path) -> None:
-    for flags, variables, label in (
-        ({name: text}, {}, f"--{name.replace('_', '-')}"),
-        ({}, {f"KESTREL_CUDA_{name.upper()}": text}, f"KESTREL_CUDA_{name.upper()}"),
-    ):
-        with pytest.raises(SettingError) as raised:
-            settle(flags, **variables)
-        assert str(raised.value).startswith(f"{label} holds {text!r}; it takes ")
-    file = tmp_path / "blank.toml"
-    file.write_text("strip_cache = '  '", encoding="utf-8")
-    with pytest.raises(SettingError, match="strip_cache holds '  '; it takes a folder"):
-        settle({"profile": str(file)})
-
-
-def test_every_setting_that_holds_a_path_is_among_them() -> None:
-    holds_path = {one.name for one in options.RUN if one.parse in (values.path, values.file, values.named_file)}
-    assert {*holds_path, "profile"} == set(PATHS)

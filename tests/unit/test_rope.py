@@ -12,20 +12,8 @@ from kestrel_cuda.checkpoint.config_json import read_config
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.rope import frequency_axes, rotation_table, text_positions
 from tests.compare import assert_close
+from tests.plans import TEXT as RELEASED
 
-RELEASED = TextConfig(
-    hidden_size=2048,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=6144,
-    vocab_size=151936,
-    rms_norm_eps=1e-6,
-    rope_theta=5e6,
-    mrope_section=(24, 20, 20),
-    max_positions=262144,
-)
 TINY = [replace(RELEASED, head_dim=2 * sum(s), mrope_section=s) for s in ((6, 5, 5), (12, 10, 10), (4, 2, 2))]
 
 
