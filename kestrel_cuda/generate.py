@@ -158,6 +158,7 @@ class Generation:
         hidden_sk = None
         if self._logits != "none":
             hidden_sk = backend.zeros((total, model.h_mk.shape[1]), np.float32)
+        only_last = hidden_sk is None and self._observe is None and backend.rows_are_independent
         encoded = self._encoded
         positions_3s = prompt_positions(len(self._prompt_ids), self._spans) if encoded else None
         if positions_3s is not None:
@@ -169,7 +170,10 @@ class Generation:
             rows = min(self._chunk, total - self._position)
             self._store.begin_pass()
             visuals = tuple(visual_rows(encoded.features, self._spans, self._position, rows)) if encoded else ()
-            model.forward(self.state, rows, self._position + rows, self._observe, visual_rows=visuals)
+            end = self._position + rows
+            # Nothing reads a prompt's last layer but the next passes its keys and values, and its last row the logits.
+            num_wanted = (1 if end == total else 0) if only_last else None
+            model.forward(self.state, rows, end, self._observe, visual_rows=visuals, num_wanted=num_wanted)
             if hidden_sk is not None:
                 backend.copy(hidden_sk[self._position : self._position + rows], model.h_mk[:rows])
             self._position += rows

@@ -88,6 +88,11 @@ class Activation:
     codes_mk: Array | None
     scales_mg: Array | None
 
+    def rows_from(self, first: int) -> Activation:
+        """The rows from `first` on, in the same memory."""
+        parts = (None if rows is None else rows[first:] for rows in (self.values_mk, self.codes_mk, self.scales_mg))
+        return Activation(self.num_inputs, *parts)
+
 
 def new_activation(
     zeros: Callable[[tuple[int, ...], DTypeLike], Array], max_rows: int, num_inputs: int, quantized: bool
@@ -197,6 +202,8 @@ class Backend(VisionSteps, Protocol):
     device_name: str
     num_load_threads: int
     can_capture: bool
+    rows_are_independent: bool
+    """Whether the bits of a row are the same whatever rows are beside it."""
 
     # memory
     def memory(self) -> MemoryInfo: ...

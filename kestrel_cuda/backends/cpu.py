@@ -107,6 +107,7 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
 
     name = "cpu"
     can_capture = False
+    rows_are_independent = False
 
     def __init__(self) -> None:
         self.device_name = platform.processor() or platform.machine()

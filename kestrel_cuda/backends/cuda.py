@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kestrel_cuda.backends.base import Activation, DeviceWeight, SequenceState, new_activation
+from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
@@ -23,12 +24,11 @@ WIDE_M, WIDE_N, WIDE_THREADS = 128, 128, 256
 SMALL_M, SMALL_N, SMALL_THREADS = 64, 64, 128
 TILE_STAGES = 3
 WARPGROUP_M, WARPGROUP_N, WARPGROUP_THREADS = 128, 128, 384
-WARPGROUP_STAGES = 4
+WARPGROUP_STAGES, WARPGROUP_SCALES = 4, 160
 PIECE_INPUTS = 128
 MAX_ROWS_KERNEL = 4
 MAX_WARPS = 16
 FLOAT_ROWS = 8
-SILU_INPUTS = 1024
 
 _TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2}
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
@@ -132,7 +132,7 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         else:
             k_padded = out.codes_mk.shape[1]
             self.kernels["silu_mul_quantize"](
-                (-(-k_padded // SILU_INPUTS), num_rows), (256,), gate_up=gate_up_mn, codes_mk=out.codes_mk,
+                (-(-k_padded // QUANTIZED_INPUTS), num_rows), (256,), gate_up=gate_up_mn, codes_mk=out.codes_mk,
                 scales_mg=out.scales_mg, k=k, k_padded=k_padded, ld=ld, up_column=up_column,
             )  # fmt: skip
 
@@ -158,7 +158,7 @@ def warpgroup_bytes(element: Element) -> int:
     """gemm_warpgroup.cu's `Shared`: stages of codes and scales, aligned as the mma wants them, two barriers each."""
     groups, words_per_group = PIECE_INPUTS // ACTIVATION_GROUP, 8 if element is Element.INT8 else 4
     codes = WARPGROUP_M * PIECE_INPUTS + groups * words_per_group * (WARPGROUP_N + 8) * 4
-    stage_bytes = round_up(codes + groups * ((WARPGROUP_M + 8) * 4 + WARPGROUP_N * 2), 1024)
+    stage_bytes = round_up(codes + groups * (WARPGROUP_SCALES * 4 + WARPGROUP_N * 2), 1024)
     return WARPGROUP_STAGES * stage_bytes + 1024
 
 

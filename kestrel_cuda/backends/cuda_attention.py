@@ -29,6 +29,8 @@ FLOAT_TILE_ROWS = 32
 HALF_TILE_ROWS, HALF_TILE_THREADS, HALF_TILE_STAGES = 64, 128, 3
 
 PIECE_CODES, TILES_AHEAD = 16, 2
+QUANTIZED_INPUTS = 1024
+"""Of a block that quantizes rows."""
 
 CACHE_KINDS = {np.dtype(np.float16): 1, np.dtype(np.float32): 2}
 _CACHE_NAMES = {np.dtype(np.float16): "f16", np.dtype(np.float32): "f32", np.dtype(np.int8): "q8"}
@@ -194,6 +196,6 @@ class AttentionSteps(CudaDevice, ComposedSteps):
         assert out.codes_mk is not None
         k_padded = out.codes_mk.shape[1]
         self.kernels["quantize_rows"](
-            (-(-k_padded // 256), num_rows), (256,), x_mk=x_mk, codes_mk=out.codes_mk, scales_mg=out.scales_mg,
-            k=out.num_inputs, k_padded=k_padded,
+            (-(-k_padded // QUANTIZED_INPUTS), num_rows), (256,), x_mk=x_mk, codes_mk=out.codes_mk,
+            scales_mg=out.scales_mg, k=out.num_inputs, k_padded=k_padded,
         )  # fmt: skip

@@ -56,6 +56,7 @@ class CudaDevice:
     name = "cuda"
     num_load_threads = 1
     can_capture = True
+    rows_are_independent = True
 
     def __init__(self, device: int = 0, *, cubin_dir: Path | None = None) -> None:
         if not _driver_is_there():

@@ -16,7 +16,7 @@ from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.sizes import format_size
 
 MAX_CONTEXT_BYTES = 768 << 20
-"""The most of what is in use at start that counts as this process's own, where the driver cannot be asked."""
+"""The most that counts as what the driver takes for a process: more is another process's."""
 
 _REGISTER_MAPPED = 2
 
@@ -58,7 +58,8 @@ class DeviceMemory:
         if used is None or self._used_before_bytes is None:
             self.context_bytes = min(total - free - self.allocated_bytes, MAX_CONTEXT_BYTES)
         else:
-            measured = used - self._used_before_bytes - self.allocated_bytes
+            # What another process takes meanwhile is no part of it, and not to be counted for as long as this one runs.
+            measured = min(used - self._used_before_bytes - self.allocated_bytes, MAX_CONTEXT_BYTES)
             # What the first device object of a process made the driver take is in use before the next one begins.
             self.context_bytes = max(measured, _contexts.get(self._pci_bus_id, 0))
             _contexts[self._pci_bus_id] = self.context_bytes

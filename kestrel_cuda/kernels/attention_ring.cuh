@@ -84,12 +84,6 @@ struct HalfRing {
 };
 
 // Start a copy of 4 bytes into shared memory; one that is not valid writes zeros.
-__device__ inline void copy_async_4(void* shared, const void* global, bool valid) {
-    const u32 at = (u32)__cvta_generic_to_shared(shared);
-    const int bytes = valid ? 4 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(global), "r"(bytes));
-}
-
 // Pieces of codes that one thread copies and turns into entries, [piece][thread], each with the word that has its scale.
 template <int kHeadDim>
 struct Int8Stages {

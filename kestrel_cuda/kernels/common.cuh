@@ -54,11 +54,17 @@ __device__ inline float warp_max(float x) {
 // Shared memory by its own addresses: sums of them with constants cost nothing.
 __device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Start a copy of 16 bytes into shared memory; one that is not valid writes zeros.
+// Start a copy of 16 or 4 bytes into shared memory; one that is not valid writes zeros.
 __device__ inline void copy_async_16(void* shared, const void* global, bool valid) {
     const u32 at = (u32)__cvta_generic_to_shared(shared);
     const int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(bytes));
+}
+
+__device__ inline void copy_async_4(void* shared, const void* global, bool valid) {
+    const u32 at = (u32)__cvta_generic_to_shared(shared);
+    const int bytes = valid ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(global), "r"(bytes));
 }
 
 struct Int8Weights {
@@ -139,6 +145,28 @@ __device__ inline void quantize_group(float x, i8* codes, float* scale) {
     float s;
     codes[threadIdx.x % kWarp] = (i8)quantize_in_group(x, s);
     if (threadIdx.x % kWarp == 0) *scale = s;
+}
+
+// Of a group eight lanes may have four values each, so that a warp has several loads on their way.
+constexpr int kLaneValues = 4;
+constexpr int kGroupLanes = kGroup / kLaneValues;
+
+// Quantize them; the first of the lane's is value `at` of all. Lanes of one group are valid or not together.
+__device__ inline void quantize_lane_values(const float (&x)[kLaneValues], i8* codes, float* scales, i64 at,
+                                            bool valid) {
+    u32 amax_bits = 0;
+#pragma unroll
+    for (int c = 0; c < kLaneValues; ++c) amax_bits = max(amax_bits, __float_as_uint(x[c]) & 0x7fffffffu);
+#pragma unroll
+    for (int step = kGroupLanes / 2; step > 0; step /= 2)
+        amax_bits = max(amax_bits, __shfl_xor_sync(0xffffffffu, amax_bits, step));
+    if (!valid) return;
+    const float scale = group_scale(amax_bits);
+    u32 four = 0;
+#pragma unroll
+    for (int c = 0; c < kLaneValues; ++c) four |= (u32)(u8)code_of(x[c], scale) << 8 * c;
+    *(u32*)(codes + at) = four;
+    if (threadIdx.x % kGroupLanes == 0) scales[at / kGroup] = scale;
 }
 
 // Attention: the cut of the cache that fixes every sum by cache position, and how parts are merged.

@@ -35,12 +35,6 @@ constexpr int kMaxStages = 3;              // two where a block may not have the
 constexpr u32 kOffsetBits = 0x4b400000u;
 constexpr float kOffset = 12582912.0f;
 
-__device__ inline void copy_async_4(void* shared, const void* global, bool valid) {
-    const u32 at = (u32)__cvta_generic_to_shared(shared);
-    const int bytes = valid ? 4 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(global), "r"(bytes));
-}
-
 __device__ inline void load_matrices(u32 x[4], const void* shared) {
     const u32 at = (u32)__cvta_generic_to_shared(shared);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

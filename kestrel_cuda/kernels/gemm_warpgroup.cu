@@ -5,25 +5,29 @@
 // words are those of the packed matrix, four inputs of a column. Activations are its second, from shared memory.
 //
 // A warp issues one instruction to make an output's dot of 32 inputs a float, one for the product of scales, one for the
-// sum; the mma of the next dots runs meanwhile. Only an mma's 32 rows are summed up over a piece at a time, so that the
-// sums of the whole piece take no registers. Grid: (ceil(n_padded / 128), ceil(m / 128)).
+// sum; the mma of the next dots runs meanwhile, over two pieces at a time: ptxas takes no mma that is under way where a
+// loop begins anew. Only an mma's 64 rows are summed up over a piece at a time, which leaves registers for that.
 
 #include "common.cuh"
+#include "barriers.cuh"
 #include "warpgroup.cuh"
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 128;
 constexpr int kMmaN = 64;              // columns of an mma
-constexpr int kMmaM = 32;              // rows of an mma
+constexpr int kMmaM = 64;              // rows of an mma
 constexpr int kSums = kMmaN * kMmaM / kWarpgroup;
 constexpr int kBlocks = kTileM / kMmaM;
 constexpr int kSummers = kTileN / kMmaN;
 constexpr int kTileThreads = (kSummers + 1) * kWarpgroup;
 constexpr int kStages = 4;
+constexpr int kTogether = 2;           // pieces without a break between mmas
 constexpr int kCopierRegisters = 40;           // of 168 a thread that the block begins with
 constexpr int kSummerRegisters = 232;
 constexpr int kColumnWords = kTileN + 8;       // lengths of rows that keep reads free of bank conflicts
-constexpr int kScaleWords = kTileM + 8;
+constexpr int kScaleRun = kMmaM / 4 + 4;       // of a lane's scales of an mma's rows
+constexpr int kScaleWords = kBlocks * 4 * kScaleRun;
+static_assert(kStages % kTogether == 0);
 
 template <int kBits>
 constexpr int kWordRows = kPiece * kBits / 32; // of weights a piece
@@ -32,7 +36,7 @@ template <int kBits>
 struct alignas(1024) Stage {
     unsigned char x_codes[kTileM * kSwizzledRow];
     u32 codes_kn[kWordRows<kBits>][kColumnWords];
-    float x_scales_gm[kGroupsPerPiece][kScaleWords];
+    float x_scales_gm[kGroupsPerPiece][kScaleWords];   // rows by `scale_place`
     u16 scales_gn[kGroupsPerPiece][kTileN];
 };
 
@@ -42,32 +46,52 @@ struct Shared {
     u64 full[kStages], empty[kStages];
 };
 
-// Sets dots [4 rows of 8][2 columns][2 rows] of a lane; w is [2 halves of the inputs][2 columns].
-__device__ inline void mma_m64n32k32(int (&dots)[kSums], const u32 (&w)[4], u64 x) {
+struct Linear {
+    const unsigned char* x_codes;
+    const float* x_scales;
+    const u32* codes_kn;
+    const u16* scales_gn;
+    float* out_mn;
+    int m, n, n_padded, num_groups, log2_groups_per_scale, ldo, residual;
+
+    // Those past the last group add nothing.
+    __device__ int num_pieces() const {
+        constexpr int kGroupsTogether = kTogether * kGroupsPerPiece;
+        return (num_groups + kGroupsTogether - 1) / kGroupsTogether * kTogether;
+    }
+};
+
+// Sets dots [8 rows of 8][2 columns][2 rows] of a lane; w is [2 halves of the inputs][2 columns].
+__device__ inline void mma_m64n64k32(int (&dots)[kSums], const u32 (&w)[4], u64 x) {
     asm volatile(
         "{ .reg .pred add; setp.ne.u32 add, 0, 0;"
-        " wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8"
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, add; }"
+        " wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
+        "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, add; }"
         : "+r"(dots[0]), "+r"(dots[1]), "+r"(dots[2]), "+r"(dots[3]), "+r"(dots[4]), "+r"(dots[5]), "+r"(dots[6]),
           "+r"(dots[7]), "+r"(dots[8]), "+r"(dots[9]), "+r"(dots[10]), "+r"(dots[11]), "+r"(dots[12]), "+r"(dots[13]),
-          "+r"(dots[14]), "+r"(dots[15])
+          "+r"(dots[14]), "+r"(dots[15]), "+r"(dots[16]), "+r"(dots[17]), "+r"(dots[18]), "+r"(dots[19]),
+          "+r"(dots[20]), "+r"(dots[21]), "+r"(dots[22]), "+r"(dots[23]), "+r"(dots[24]), "+r"(dots[25]),
+          "+r"(dots[26]), "+r"(dots[27]), "+r"(dots[28]), "+r"(dots[29]), "+r"(dots[30]), "+r"(dots[31])
         : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x));
 }
 
 // Not earlier than written here: values loaded ahead would take the registers of an mma under way.
-__device__ inline void load_two(float (&values)[2], u32 from) {
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(values[0]), "=f"(values[1]) : "r"(from) : "memory");
-}
-
-// Nothing reads the dots before this.
-__device__ inline void keep_until_here(int (&dots)[kSums]) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) asm volatile("" : "+r"(dots[i])::"memory");
+__device__ inline void load_four(float (&values)[4], u32 from) {
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                 : "r"(from)
+                 : "memory");
 }
 
 // Four int8 codes of the low or high nibbles of a word. The bytes are 128 more in between, so nothing is borrowed.
 __device__ inline u32 codes_of_nibbles(u32 word, int shift) {
     return (((word >> shift & 0x0f0f0f0fu) ^ 0x88888888u) - 0x08080808u) ^ 0x80808080u;
+}
+
+// Where a row's scale stands, so that a lane's of an mma are neighbours: [mmas][lanes of a quad][8 rows of 8][2 rows].
+__device__ inline int scale_place(int row) {
+    return (row / kMmaM * 4 + row % 8 / 2) * kScaleRun + row % kMmaM / 8 * 2 + row % 2;
 }
 
 // What a thread of the first warpgroup copies of each piece. Rows and columns past the last are copies of the last, and
@@ -80,71 +104,74 @@ struct Copier {
     static constexpr int kPairs = kTileN / 2, kPairStep = kWarpgroup / kPairs;
     static constexpr int kWordsPerGroup = kBits;               // of a column: 32 codes of kBits
     static_assert(kRowStep % 8 == 0, "a thread's chunks are swizzled alike");
+    static_assert(kScaleRowStep % 8 == 0, "a thread's scales are of rows alike");
 
-    const unsigned char* x_codes;
-    const float* x_scales;
-    const u32* codes_kn;
-    const u16* scales_gn;
-    int n_padded, num_groups, log2_groups_per_scale;
     // 32 bits hold every offset: activations of 2^32 bytes would be over a million rows.
-    u32 row_from[kRows], scale_row_from[kScaleRows], pair_from;
+    u32 row_from[kRows], scale_row_from[kScaleRows], words_from, pair_from;
 
-    __device__ void start(int m) {
+    __device__ void start(const Linear& of) {
         const int thread = threadIdx.x, first_row = blockIdx.y * kTileM, first_column = blockIdx.x * kTileN;
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-            row_from[i] = (u32)min(first_row + thread / kRowChunks + i * kRowStep, m - 1) * (num_groups * kGroup) +
-                          thread % kRowChunks * 16;
+            row_from[i] =
+                (u32)min(first_row + thread / kRowChunks + i * kRowStep, of.m - 1) * (of.num_groups * kGroup) +
+                thread % kRowChunks * 16;
 #pragma unroll
         for (int i = 0; i < kScaleRows; ++i)
             scale_row_from[i] =
-                (u32)min(first_row + thread / kGroupsPerPiece + i * kScaleRowStep, m - 1) * num_groups +
+                (u32)min(first_row + thread / kGroupsPerPiece + i * kScaleRowStep, of.m - 1) * of.num_groups +
                 thread % kGroupsPerPiece;
-        codes_kn += (i64)(thread / kColumnChunks) * n_padded + min(first_column + thread % kColumnChunks * 4, n_padded - 4);
-        pair_from = min(first_column + thread % kPairs * 2, n_padded - 2);
+        words_from = (u32)min(first_column + thread % kColumnChunks * 4, of.n_padded - 4);
+        pair_from = (u32)min(first_column + thread % kPairs * 2, of.n_padded - 2);
     }
 
-    __device__ void copy(const Stage<kBits>& stage, int first_group) {
-        const int thread = threadIdx.x, groups = num_groups - first_group;
+    __device__ void copy(const Linear& of, const Stage<kBits>& stage, int piece) {
+        const int thread = threadIdx.x, first_group = piece * kGroupsPerPiece, groups = of.num_groups - first_group;
         const u32 x_to = shared_address(stage.x_codes) + swizzled(thread / kRowChunks, thread % kRowChunks);
+        const unsigned char* const x_codes = of.x_codes + piece * kPiece;
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
             copy_16(x_to + i * kRowStep * kSwizzledRow, x_codes + row_from[i], thread % kRowChunks / 2 < groups);
         const u32 w_to = shared_address(&stage.codes_kn[thread / kColumnChunks][thread % kColumnChunks * 4]);
+        const u32* codes_kn =
+            of.codes_kn + (i64)(piece * kWordRows<kBits> + thread / kColumnChunks) * of.n_padded + words_from;
 #pragma unroll
         for (int i = 0; i < kWordRows<kBits> / kWordStep; ++i) {
             const int word_row = thread / kColumnChunks + i * kWordStep;
             copy_16(w_to + i * kWordStep * kColumnWords * 4, codes_kn, word_row / kWordsPerGroup < groups);
-            codes_kn += (i64)kWordStep * n_padded;
+            codes_kn += (i64)kWordStep * of.n_padded;
         }
-        const u32 scale_to = shared_address(&stage.x_scales_gm[thread % kGroupsPerPiece][thread / kGroupsPerPiece]);
+        const u32 scale_to =
+            shared_address(&stage.x_scales_gm[thread % kGroupsPerPiece][scale_place(thread / kGroupsPerPiece)]);
+        const float* const x_scales = of.x_scales + first_group;
 #pragma unroll
         for (int i = 0; i < kScaleRows; ++i)
-            copy_4(scale_to + i * kScaleRowStep * 4, x_scales + scale_row_from[i], thread % kGroupsPerPiece < groups);
+            copy_4(scale_to + scale_place(i * kScaleRowStep) * 4, x_scales + scale_row_from[i],
+                   thread % kGroupsPerPiece < groups);
         const u32 pair_to = shared_address(&stage.scales_gn[thread / kPairs][thread % kPairs * 2]);
 #pragma unroll
         for (int i = 0; i < kGroupsPerPiece / kPairStep; ++i) {
             const int group = thread / kPairs + i * kPairStep;
-            const u32 scale_group = (u32)(first_group + group) >> log2_groups_per_scale;
-            copy_4(pair_to + i * kPairStep * kTileN * 2, scales_gn + (i64)scale_group * n_padded + pair_from,
+            const u32 scale_group = (u32)(first_group + group) >> of.log2_groups_per_scale;
+            copy_4(pair_to + i * kPairStep * kTileN * 2, of.scales_gn + (i64)scale_group * of.n_padded + pair_from,
                    group < groups);
         }
         commit_copies();
-        x_codes += kPiece, x_scales += kGroupsPerPiece;
     }
 
     // All pieces; a stage is shown once the copies of the one after are under way.
-    __device__ void run(const Shared<kBits>& shared) {
+    __device__ void run(const Linear& of, const Shared<kBits>& shared) {
         const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
-        const int num_pieces = (num_groups + kGroupsPerPiece - 1) / kGroupsPerPiece;
         const auto show = [&](int piece) {
             show_to_mma();
             arrive(full + piece % kStages * 8);
         };
+        const int num_pieces = of.num_pieces();
+        start(of);
 #pragma unroll 1
         for (int piece = 0; piece < num_pieces; ++piece) {
             if (piece >= kStages) wait_barrier(empty + piece % kStages * 8, (piece / kStages - 1) & 1);
-            copy(shared.stages[piece % kStages], piece * kGroupsPerPiece);
+            copy(of, shared.stages[piece % kStages], piece);
             if (piece == 0) continue;
             await_copies<1>();
             show(piece - 1);
@@ -154,117 +181,143 @@ struct Copier {
     }
 };
 
-// A lane's part of a warpgroup's columns of a piece: the weights of two columns and their scales.
+// What sums up: a lane's weights of two neighbouring columns of a piece, and dots under way.
 template <int kBits>
-struct Weights {
+struct Summer {
+    static constexpr int kSteps = kBlocks * kGroupsPerPiece;   // mmas of a piece
+
+    int column, j;                                             // in the tile; lane of a quad
     u32 codes[kGroupsPerPiece][4];
     float scales[kGroupsPerPiece][2];
+    int dots[2][kSums];
 
-    __device__ void load(const Stage<kBits>& stage, int column, int j) {
+    __device__ void load_weights(const Stage<kBits>& stage, int g) {
         constexpr int kWordsPerGroup = kBits;
 #pragma unroll
-        for (int g = 0; g < kGroupsPerPiece; ++g)
+        for (int half = 0; half < 2; ++half) {
+            const int row = g * kWordsPerGroup + (kBits == 8 ? 4 * half + j : 2 * half + j / 2);
+            const uint2 words = *(const uint2*)&stage.codes_kn[row][column];
+            codes[g][2 * half] = kBits == 8 ? words.x : codes_of_nibbles(words.x, j % 2 * 4);
+            codes[g][2 * half + 1] = kBits == 8 ? words.y : codes_of_nibbles(words.y, j % 2 * 4);
+        }
+        const u32 pair = *(const u32*)&stage.scales_gn[g][column];
+        scales[g][0] = half_to_float((u16)pair), scales[g][1] = half_to_float((u16)(pair >> 16));
+    }
+
+    __device__ void multiply(const Stage<kBits>& stage, int step) {
+        const int block = step / kGroupsPerPiece, g = step % kGroupsPerPiece;
+        const u64 x = operand(shared_address(stage.x_codes));
+        start_mmas();
+        mma_m64n64k32(dots[step % 2], codes[g], x + (block * kMmaM * kSwizzledRow + g * kGroup) / 16);
+        commit_mmas();
+    }
+
+    // Add a piece, whose first dots are under way, to the totals of a lane [mmas][8 rows of 8][2 columns][2 rows]. Not
+    // for the last piece of those together: load the next one's weights as this one's are done with, begin its dots.
+    template <bool kLast>
+    __device__ void sum_piece(const Stage<kBits>& stage, const Stage<kBits>& next, float (&total)[kBlocks][kSums]) {
+        const u32 x_scales_at = shared_address(&stage.x_scales_gm[0][j * kScaleRun]);
+        float acc[kSums];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    u32& code = codes[g][2 * half + i];
-                    if constexpr (kBits == 8) {
-                        code = stage.codes_kn[g * kWordsPerGroup + 4 * half + j][column + 8 * i];
-                    } else {
-                        const u32 word = stage.codes_kn[g * kWordsPerGroup + 2 * half + j / 2][column + 8 * i];
-                        code = codes_of_nibbles(word, j % 2 * 4);
-                    }
-                }
-                scales[g][i] = half_to_float(stage.scales_gn[g][column + 8 * i]);
+        for (int step = 0; step < kSteps; ++step) {
+            const int block = step / kGroupsPerPiece, g = step % kGroupsPerPiece;
+            const u32 step_scales_at = x_scales_at + (g * kScaleWords + block * 4 * kScaleRun) * 4;
+            const bool load_next = !kLast && block == kBlocks - 1;
+            float x_scales[4];
+            if (step + 1 < kSteps) {
+                multiply(stage, step + 1);
+            } else if (!kLast) {
+                multiply(next, 0);
             }
+            load_four(x_scales, step_scales_at);
+            if (kLast && step + 1 == kSteps) {
+                await_mmas<0>();
+            } else {
+                await_mmas<1>();
+            }
+            keep_until_here(dots[step % 2]);
+#pragma unroll
+            for (int i = 0; i < kSums; i += 8) {
+                if (i > 0) load_four(x_scales, step_scales_at + i * 2);
+#pragma unroll
+                for (int d = 0; d < 8; ++d)
+                    acc[i + d] = fma_rn(__int2float_rn(dots[step % 2][i + d]),
+                                        mul_rn(x_scales[d / 4 * 2 + d % 2], scales[g][d / 2 % 2]),
+                                        g == 0 ? 0.0f : acc[i + d]);
+            }
+            if (load_next) load_weights(next, g);
+            if (g == kGroupsPerPiece - 1) {
+#pragma unroll
+                for (int i = 0; i < kSums; ++i) total[block][i] = add_rn(total[block][i], acc[i]);
+            }
+        }
+    }
+
+    __device__ void sum_tile(const Shared<kBits>& shared, int num_pieces, float (&total)[kBlocks][kSums]) {
+        const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+        const auto hand_back = [&](int stage) {
+            __syncwarp();
+            if (threadIdx.x % kWarp == 0) arrive(empty + stage * 8);
+        };
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) total[b][i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) dots[0][i] = dots[1][i] = 0;
+#pragma unroll 1
+        for (int piece = 0; piece < num_pieces; piece += kTogether) {
+            const int first = piece % kStages, second = first + 1;
+            wait_barrier(full + first * 8, piece / kStages & 1);
+            wait_barrier(full + second * 8, piece / kStages & 1);
+#pragma unroll
+            for (int g = 0; g < kGroupsPerPiece; ++g) load_weights(shared.stages[first], g);
+            multiply(shared.stages[first], 0);
+            sum_piece<false>(shared.stages[first], shared.stages[second], total);
+            hand_back(first);
+            sum_piece<true>(shared.stages[second], shared.stages[second], total);
+            hand_back(second);
+        }
     }
 };
 
-// Add a piece to the totals of a lane [blocks of 32 rows][4 rows of 8][2 columns][2 rows].
-template <int kBits>
-__device__ inline void sum_piece(const Stage<kBits>& stage, const Weights<kBits>& weights, int j,
-                                 float (&total)[kBlocks][kSums]) {
-    constexpr int kSteps = kBlocks * kGroupsPerPiece;
-    const u64 x = operand(shared_address(stage.x_codes));
-    const u32 x_scales_at = shared_address(&stage.x_scales_gm[0][2 * j]);
-    int dots[2][kSums];
+// Store or add a lane's sums of an mma's rows. What they are added to is loaded before the first is stored: a compiler
+// cannot know that no store changes it.
+__device__ inline void store(const Linear& of, int first_row, int column, const float (&total)[kSums]) {
+    const bool paired = of.ldo % 2 == 0 && of.n % 2 == 0 && (u64)of.out_mn % 8 == 0;
+    float* const out = of.out_mn + (i64)first_row * of.ldo + column;
+    float sums[kSums];
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) dots[0][i] = dots[1][i] = 0;
-    float acc[kSums];
-    const auto multiply = [&](int step) {
-        const int block = step / kGroupsPerPiece, g = step % kGroupsPerPiece;
-        start_mmas();
-        mma_m64n32k32(dots[step % 2], weights.codes[g], x + (block * kMmaM * kSwizzledRow + g * kGroup) / 16);
-        commit_mmas();
-    };
-    multiply(0);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        const int block = step / kGroupsPerPiece, g = step % kGroupsPerPiece;
-        if (step + 1 < kSteps) {
-            multiply(step + 1);
-            await_mmas<1>();
-        } else {
-            await_mmas<0>();
-        }
-        keep_until_here(dots[step % 2]);
-#pragma unroll
-        for (int i = 0; i < kSums; i += 4) {
-            float x_scales[2];
-            load_two(x_scales, x_scales_at + (g * kScaleWords + block * kMmaM + 2 * i) * 4);
-#pragma unroll
-            for (int d = 0; d < 4; ++d)
-                acc[i + d] = fma_rn(__int2float_rn(dots[step % 2][i + d]),
-                                    mul_rn(x_scales[d % 2], weights.scales[g][d / 2]), g == 0 ? 0.0f : acc[i + d]);
-        }
-        if (g == kGroupsPerPiece - 1) {
-#pragma unroll
-            for (int i = 0; i < kSums; ++i) total[block][i] = add_rn(total[block][i], acc[i]);
-        }
-    }
-}
-
-template <int kBits>
-__device__ inline void sum_tile(const Shared<kBits>& shared, float* out_mn, int m, int n, int num_pieces, int ldo,
-                                int residual) {
-    const int thread = threadIdx.x - kWarpgroup, warp = thread / kWarp, lane = thread % kWarp;
-    const int quad = lane / 4, j = lane % 4;
-    const int tile_column = warp * 16 + quad;                  // an mma's 16 columns of a warp, four warps, two mmas
-    const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
-    float total[kBlocks][kSums];
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) total[b][i] = 0.0f;
-#pragma unroll 1
-    for (int piece = 0; piece < num_pieces; ++piece) {
-        const Stage<kBits>& stage = shared.stages[piece % kStages];
-        wait_barrier(full + piece % kStages * 8, piece / kStages & 1);
-        Weights<kBits> weights;
-        weights.load(stage, tile_column, j);
-        sum_piece(stage, weights, j, total);
-        __syncwarp();
-        if (lane == 0) arrive(empty + piece % kStages * 8);
-    }
-    const int first_row = blockIdx.y * kTileM + 2 * j, first_column = blockIdx.x * kTileN + tile_column;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
+    for (int i = 0; i < kSums; ++i) sums[i] = total[i];
+    if (of.residual) {
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
-            const int row = first_row + b * kMmaM + i / 4 * 8 + i % 2, column = first_column + i / 2 % 2 * 8;
-            float* const out = out_mn + (i64)row * ldo + column;
-            if (row < m && column < n) *out = residual ? add_rn(*out, total[b][i]) : total[b][i];
+            const int row = i / 4 * 8 + i % 2, c = i / 2 % 2;
+            const bool valid = first_row + row < of.m && column + c < of.n;
+            sums[i] = valid ? out[(i64)row * of.ldo + c] : 0.0f;
         }
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = add_rn(sums[i], total[i]);
+    }
+    if (column >= of.n) return;
+#pragma unroll
+    for (int i = 0; i < kSums; i += i % 2 ? 3 : 1) {
+        const int row = i / 4 * 8 + i % 2;
+        float* const to = out + (i64)row * of.ldo;
+        if (first_row + row >= of.m) continue;
+        if (paired) {
+            *(float2*)to = float2{sums[i], sums[i + 2]};
+        } else {
+            to[0] = sums[i];
+            if (column + 1 < of.n) to[1] = sums[i + 2];
+        }
+    }
 }
 
 template <int kBits>
-__device__ inline void linear_warpgroups(const u32* x_codes, const float* x_scales, const u32* codes_kn,
-                                         const u16* scales_gn, float* out_mn, int m, int n, int n_padded, int k_padded,
-                                         int groups_per_scale, int ldo, int residual) {
+__device__ inline void linear_warpgroups(const Linear& of) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& shared = *(Shared<kBits>*)bytes;
-    const int num_groups = k_padded / kGroup;
     if (threadIdx.x < kStages) {
         init_barrier(shared_address(shared.full + threadIdx.x), kWarpgroup);
         init_barrier(shared_address(shared.empty + threadIdx.x), kSummers * kWarpgroup / kWarp);
@@ -273,26 +326,28 @@ __device__ inline void linear_warpgroups(const u32* x_codes, const float* x_scal
     if (threadIdx.x < kWarpgroup) {
         give_registers_back<kCopierRegisters>();
         Copier<kBits> copier;
-        copier.x_codes = (const unsigned char*)x_codes, copier.x_scales = x_scales;
-        copier.codes_kn = codes_kn, copier.scales_gn = scales_gn;
-        copier.n_padded = n_padded, copier.num_groups = num_groups;
-        copier.log2_groups_per_scale = 31 - __clz(groups_per_scale);
-        copier.start(m);
-        copier.run(shared);
+        copier.run(of, shared);
     } else {
         take_registers<kSummerRegisters>();
-        const int num_pieces = (num_groups + kGroupsPerPiece - 1) / kGroupsPerPiece;
-        sum_tile(shared, out_mn, m, n, num_pieces, ldo, residual);
+        // A warp has 16 of the tile's columns: four warps an mma, two mmas.
+        const int warp = (threadIdx.x - kWarpgroup) / kWarp, lane = threadIdx.x % kWarp;
+        Summer<kBits> summer;
+        summer.column = warp * 16 + lane / 4 * 2, summer.j = lane % 4;
+        float total[kBlocks][kSums];
+        summer.sum_tile(shared, of.num_pieces(), total);
+        const int first_row = blockIdx.y * kTileM + 2 * summer.j, column = blockIdx.x * kTileN + summer.column;
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) store(of, first_row + b * kMmaM, column, total[b]);
     }
 }
 
-// Dynamic shared memory: a `Shared`.
+// Dynamic shared memory: a `Shared`. Grid: (ceil(n_padded / 128), ceil(m / 128)).
 #define LINEAR_WARPGROUPS(NAME, BITS)                                                                                  \
     extern "C" __global__ void __launch_bounds__(kTileThreads, 1)                                                      \
     NAME(const u32* x_codes, const float* x_scales, const u32* codes_kn, const u16* scales_gn, float* out_mn, int m,   \
          int n, int n_padded, int k_padded, int groups_per_scale, int ldo, int residual) {                             \
-        linear_warpgroups<BITS>(x_codes, x_scales, codes_kn, scales_gn, out_mn, m, n, n_padded, k_padded,              \
-                                groups_per_scale, ldo, residual);                                                      \
+        linear_warpgroups<BITS>({(const unsigned char*)x_codes, x_scales, codes_kn, scales_gn, out_mn, m, n, n_padded, \
+                                 k_padded / kGroup, 31 - __clz(groups_per_scale), ldo, residual});                     \
     }
 
 LINEAR_WARPGROUPS(linear_warpgroups_int8, 8)

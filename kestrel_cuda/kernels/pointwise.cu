@@ -16,36 +16,21 @@ embed_rows(const void* table, const int* tokens, const int* position, float* h_m
     }
 }
 
-constexpr int kOwn = 4;                // inputs of a lane, so that a warp has several loads on their way
-constexpr int kSharers = kGroup / kOwn;
-
 // gate_up [m][ld]: gate in columns 0..k, up from up_column -> codes_mk, scales_mg. Grid: (ceil(k_padded / 1024), m).
 extern "C" __global__ void __launch_bounds__(256)
 silu_mul_quantize(const float* gate_up, i8* codes_mk, float* scales_mg, int k, int k_padded, int ld, int up_column) {
-    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kOwn;
+    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kLaneValues;
     const float* const gate = gate_up + (i64)blockIdx.y * ld + i;
     const float* const up = gate + up_column;
-    float y[kOwn];
-    if (i + kOwn <= k && ((u64)gate | (u64)up) % 16 == 0) {
+    float y[kLaneValues];
+    if (i + kLaneValues <= k && ((u64)gate | (u64)up) % 16 == 0) {
         const float4 g = *(const float4*)gate, u = *(const float4*)up;
         y[0] = silu_mul(g.x, u.x), y[1] = silu_mul(g.y, u.y), y[2] = silu_mul(g.z, u.z), y[3] = silu_mul(g.w, u.w);
     } else {
 #pragma unroll
-        for (int c = 0; c < kOwn; ++c) y[c] = i + c < k ? silu_mul(gate[c], up[c]) : 0.0f;
+        for (int c = 0; c < kLaneValues; ++c) y[c] = i + c < k ? silu_mul(gate[c], up[c]) : 0.0f;
     }
-    u32 amax_bits = 0;
-#pragma unroll
-    for (int c = 0; c < kOwn; ++c) amax_bits = max(amax_bits, __float_as_uint(y[c]) & 0x7fffffffu);
-#pragma unroll
-    for (int step = kSharers / 2; step > 0; step /= 2)
-        amax_bits = max(amax_bits, __shfl_xor_sync(0xffffffffu, amax_bits, step));
-    if (i >= k_padded) return;
-    const float scale = group_scale(amax_bits);
-    u32 codes = 0;
-#pragma unroll
-    for (int c = 0; c < kOwn; ++c) codes |= (u32)(u8)code_of(y[c], scale) << 8 * c;
-    *(u32*)(codes_mk + (i64)blockIdx.y * k_padded + i) = codes;
-    if (threadIdx.x % kSharers == 0) scales_mg[((i64)blockIdx.y * k_padded + i) / kGroup] = scale;
+    quantize_lane_values(y, codes_mk, scales_mg, (i64)blockIdx.y * k_padded + i, i < k_padded);
 }
 
 // The same without quantizing: y_mk [m][k]. Grid: (ceil(k / 256), m).

@@ -94,15 +94,18 @@ count_nonfinite(const void* source, u32* flags, int source_kind, i64 num_values)
     if (count != 0 && threadIdx.x % kWarp == 0) atomicAdd(&flags[0], count);
 }
 
-// x_mk [m][k] float32 -> codes_mk [m][k_padded] int8, scales_mg [m][k_padded / 32].
-// Grid: (ceil(groups / 8), m), one warp a group.
+// x_mk [m][k] float32 -> codes_mk [m][k_padded] int8, scales_mg [m][k_padded / 32]. Grid: (ceil(k_padded / 1024), m).
 extern "C" __global__ void __launch_bounds__(256)
 quantize_rows(const float* x_mk, i8* codes_mk, float* scales_mg, int k, int k_padded) {
-    const int num_groups = k_padded / kGroup;
-    const int group = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-    if (group >= num_groups) return;
-    const int row = blockIdx.y;
-    const int kk = group * kGroup + threadIdx.x % kWarp;
-    const float x = kk < k ? x_mk[(i64)row * k + kk] : 0.0f;
-    quantize_group(x, codes_mk + (i64)row * k_padded + group * kGroup, scales_mg + (i64)row * num_groups + group);
+    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kLaneValues;
+    const float* const from = x_mk + (i64)blockIdx.y * k + i;
+    float x[kLaneValues];
+    if (i + kLaneValues <= k && (u64)from % 16 == 0) {
+        const float4 four = *(const float4*)from;
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+        for (int c = 0; c < kLaneValues; ++c) x[c] = i + c < k ? from[c] : 0.0f;
+    }
+    quantize_lane_values(x, codes_mk, scales_mg, (i64)blockIdx.y * k_padded + i, i < k_padded);
 }

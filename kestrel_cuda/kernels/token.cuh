@@ -221,7 +221,7 @@ __device__ inline void decode_token(const Token& given) {
         room.cuts = room.pointers + num_layers * kLayerPointers * 8;
         room.work = (room.cuts + kNumKinds * (int)sizeof(Cut) + 15) / 16 * 16;
         first_epoch = load_acquire(counter(kEpoch));
-        for (int i = 0; i < kWarps * token.num_slots; ++i) init_barrier(shared_address(bytes + room.barriers) + i * 8);
+        for (int i = 0; i < kWarps * token.num_slots; ++i) init_barrier(shared_address(bytes + room.barriers) + i * 8, 1);
         publish_barriers();
     }
     __syncthreads();

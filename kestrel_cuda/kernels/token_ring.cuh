@@ -32,12 +32,6 @@ struct Cut {
 
 // Bulk copies: a tile of a matrix into shared memory, counted in bytes on a barrier there.
 
-__device__ inline void init_barrier(u32 barrier) {
-#if COPIES_IN_BULK
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-#endif
-}
-
 __device__ inline void publish_barriers() {
 #if COPIES_IN_BULK
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -47,18 +41,6 @@ __device__ inline void publish_barriers() {
 __device__ inline void expect_bytes(u32 barrier, int num_bytes) {
 #if COPIES_IN_BULK
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_bytes) : "memory");
-#endif
-}
-
-__device__ inline void wait_barrier(u32 barrier, u32 parity) {
-#if COPIES_IN_BULK
-    u32 done = 0;
-    while (!done)
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
 #endif
 }
 

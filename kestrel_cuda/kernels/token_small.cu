@@ -7,6 +7,7 @@
 #include "attention_held.cuh"
 #include "attention_few.cuh"
 #include "token_words.cuh"
+#include "barriers.cuh"
 #include "token_ring.cuh"
 #include "token_sums.cuh"
 #include "token.cuh"

@@ -9,6 +9,7 @@
 // no other warp as long as that is not a tile behind, so that some multiply while others take exponentials.
 
 #include "common.cuh"
+#include "barriers.cuh"
 #include "vision.cuh"
 
 constexpr int kKeys = 64;
@@ -62,28 +63,6 @@ struct Tiles {
     u16 v[H::kStages][kKeys * H::kStride];
 };
 
-// Barriers of a stage: its copies have arrived; all warps are done with it.
-__device__ inline void init_barrier(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ inline void arrive_with_copies(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ inline void arrive(u32 barrier) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
-}
-
-__device__ inline void wait_barrier(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done)
-        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done)
-                     : "r"(barrier), "r"(parity)
-                     : "memory");
-}
-
 // Grid: (ceil(frame_rows / (16 kWarps)), heads, frames). Dynamic shared memory: Tiles, which has the queries first.
 template <int kHeadDim, int kWarps>
 __device__ inline void attend_patches(const u16* qkv_mn, u16* out_mn, int frame_rows, int num_heads, float scale_log2) {
@@ -113,7 +92,7 @@ __device__ inline void attend_patches(const u16* qkv_mn, u16* out_mn, int frame_
     // A warp may be a tile ahead of another: while some multiply, others take exponentials.
     constexpr int kStages = H::kStages;
     __shared__ u64 barriers[2 * kStages];
-    const u32 full = shared_address(barriers), empty = full + kStages * 8;
+    const u32 full = shared_address(barriers), empty = full + kStages * 8;  // copies have arrived; all warps are done
     if (threadIdx.x < kStages) init_barrier(full + threadIdx.x * 8, kThreads);
     else if (threadIdx.x < 2 * kStages) init_barrier(full + threadIdx.x * 8, kWarps);
     __syncthreads();
@@ -124,7 +103,7 @@ __device__ inline void attend_patches(const u16* qkv_mn, u16* out_mn, int frame_
         wait_barrier(empty + fill * 8, fill_parity);
         copies.template fetch<kKeys>(k_at + fill * kTileBytes, frame + n, tile * kKeys, ld);
         copies.template fetch<kKeys>(v_at + fill * kTileBytes, frame + 2 * n, tile * kKeys, ld);
-        arrive_with_copies(full + fill * 8);
+        arrive_after_copies(full + fill * 8);
         if (++fill == kStages) fill = 0, fill_parity ^= 1;
     };
     fetch(0);

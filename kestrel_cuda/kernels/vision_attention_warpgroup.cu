@@ -8,6 +8,7 @@
 
 #include "common.cuh"
 #include "vision.cuh"
+#include "barriers.cuh"
 #include "warpgroup.cuh"
 
 constexpr int kKeys = 128;
@@ -83,13 +84,6 @@ __device__ inline void mma_m64n8k16(float (&c)[4], const u32* a, u64 b) {
         "}, {%4,%5,%6,%7}, %8, 1, 1, 1, 1;"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// Nothing reads the sums before this.
-template <int kCount>
-__device__ inline void keep_until_here(float (&sums)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // An operand of channels past the panel. PTX ISA, "Matrix descriptor" without swizzle: the bytes from eight rows to the

@@ -7,6 +7,7 @@
 #include "common.cuh"
 #include "vision.cuh"
 #include "vision_outputs.cuh"
+#include "barriers.cuh"
 #include "warpgroup.cuh"
 
 constexpr int kTileM = 128;
@@ -39,21 +40,9 @@ struct Shared {
     u64 full[kStages], empty[kStages], issued, stored;     // barriers; the last two turn once a tile
 };
 
-// The barrier is arrived at when this thread's copies so far have landed.
-__device__ inline void arrive_after_copies(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Wait for the other warps of this warpgroup, at a barrier of their own.
 __device__ inline void meet_warpgroup(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWarpgroup) : "memory");
-}
-
-// Nothing reads the sums before this.
-template <int kSums>
-__device__ inline void keep_until_here(float (&sums)[kSums]) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // sums += x w^T: 64 rows by 128 or 192 columns over 16 inputs. Of the columns 8 j to 8 j + 7 a lane has two neighbours,

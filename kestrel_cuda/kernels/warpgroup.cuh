@@ -1,27 +1,8 @@
-// Hopper's warpgroup mma and what feeds it: barriers in shared memory, copies into it, operands there by descriptor.
+// Hopper's warpgroup mma and what feeds it: copies into shared memory, operands there by descriptor.
 // Only for files that are compiled for sm_90a (library.FEATURE_ARCHITECTURES).
 
 constexpr int kWarpgroup = 128;        // threads that issue an mma together; the first one's number is a multiple of it
 constexpr int kSwizzledRow = 128;      // bytes of a row of an operand in shared memory
-
-// A barrier turns over when `count` threads have arrived; its parity is that of the turns before.
-__device__ inline void init_barrier(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ inline void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ inline void wait_barrier(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done)
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-}
 
 // Start a copy of 16 or 4 bytes into shared memory; one that is not valid writes zeros.
 __device__ inline void copy_16(u32 to, const void* from, bool valid) {
@@ -63,6 +44,19 @@ __device__ inline void commit_mmas() { asm volatile("wgmma.commit_group.sync.ali
 template <int kGroups>
 __device__ inline void await_mmas() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+
+// Nothing reads what mmas have summed up before this.
+template <int kCount>
+__device__ inline void keep_until_here(float (&sums)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+template <int kCount>
+__device__ inline void keep_until_here(int (&sums)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(sums[i])::"memory");
 }
 
 // Registers a thread of this warpgroup, as the block's roles part; kept constant in sum over the block.

@@ -36,6 +36,9 @@ from kestrel_cuda.weight_keys import Projection
 LOGIT_ROWS = 16
 """Rows of logits computed at a time when all of a prompt's are asked for."""
 
+ALIGNED_ROWS = 16
+"""Rows after a multiple of these begin where a kernel may read as many bytes at once as at the first row."""
+
 MAX_CAPTURED_LAYERS = 2048
 """Captures held at most; layers met in further slabs are submitted plainly."""
 
@@ -129,12 +132,14 @@ class TextModel:
         *,
         visual_rows: Sequence[VisualRows] = (),
         capture_layers: bool = False,
+        num_wanted: int | None = None,
     ) -> None:
         """Run rows position .. position + num_rows through every layer, into `h_mk`.
 
         `num_slots` is position + num_rows as the host knows it, or more. `observe` is given each layer's residual
         rows. `visual_rows` are the rows that stand for pictures. With `capture_layers` a layer's launches are captured
-        for each slab it is met in and replayed.
+        for each slab it is met in and replayed. With `num_wanted` only so many rows at the end are those of the last
+        layer, which otherwise leaves keys and values alone.
         """
         backend, h = self._backend, self.h_mk
         backend.embed(self._fixed.embedding, state, h, num_rows)
@@ -147,7 +152,8 @@ class TextModel:
             if capture_layers:
                 self._replay_layer(layer, slab, state, num_rows, num_slots)
             else:
-                self._submit_layer(layer, slab, state, num_rows, num_slots)
+                is_last = layer == self._text.num_layers - 1
+                self._submit_layer(layer, slab, state, num_rows, num_slots, num_wanted if is_last else None)
             for visual in visual_rows:
                 if layer < len(visual.deepstack_mk):
                     backend.add(h[visual.rows], visual.deepstack_mk[layer])
@@ -200,16 +206,31 @@ class TextModel:
             logits_mv=self.logits_mv,
         )
 
-    def _submit_layer(self, layer: int, slab: Slab, state: SequenceState, num_rows: int, num_slots: int) -> None:
+    def _submit_layer(
+        self,
+        layer: int,
+        slab: Slab,
+        state: SequenceState,
+        num_rows: int,
+        num_slots: int,
+        num_wanted: int | None = None,
+    ) -> None:
         backend, h, weights, eps = self._backend, self.h_mk, slab.weights, self._text.rms_norm_eps
         norms, kv = self._fixed.layers[layer], self._cache.layers[layer]
         qkv, gate_up = self._qkv_output, self._gate_up_output
         parts = [(weights[projection], column) for projection, column in qkv.parts]
         backend.norm_linear(h, norms.input_k, eps, self._hidden, parts, self._qkv, num_rows)
+        if num_wanted == 0:
+            backend.rope_store(self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, num_rows)
+            return
         backend.rope_attend(
             self._qkv, norms.q_d, norms.k_d, self._heads, state, kv, self._q, self._attended, num_rows, num_slots
         )
-        backend.linear(self._attended, weights[Projection.O], h, num_rows, add=True)
+        attended = self._attended
+        if num_wanted is not None:
+            first = (num_rows - num_wanted) // ALIGNED_ROWS * ALIGNED_ROWS
+            attended, h, num_rows = attended.rows_from(first), h[first:], num_rows - first
+        backend.linear(attended, weights[Projection.O], h, num_rows, add=True)
         parts = [(weights[projection], column) for projection, column in gate_up.parts]
         backend.norm_gate_up(
             h,

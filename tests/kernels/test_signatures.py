@@ -73,6 +73,7 @@ class TestSizes:
             ("cuda.WARPGROUP_N", "gemm_warpgroup", "kTileN"),
             ("cuda.WARPGROUP_THREADS", "gemm_warpgroup", "kTileThreads"),
             ("cuda.WARPGROUP_STAGES", "gemm_warpgroup", "kStages"),
+            ("cuda.WARPGROUP_SCALES", "gemm_warpgroup", "kScaleWords"),
             ("cuda.PIECE_INPUTS", "gemm", "kPiece"),
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
             ("cuda_attention.FEW_THREADS", "attention_few", "kFewThreads"),

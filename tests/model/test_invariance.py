@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,6 +153,48 @@ def test_prompts_in_chunks(
         passes = -(-len(prompt) // chunk)
         assert run.residency.layer_uploads[2] == passes + N - 1, "of no tail, and too far on to be fetched ahead"
         assert run.residency.h2d_bytes_per_token == (5 - keep) * layer_bytes(engine)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 33, 70])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_prompt_whose_logits_are_not_asked_for(
+    shared: Load, backend_name: str, wide_model: Path, monkeypatch: pytest.MonkeyPatch, quant: Quant, chunk: int
+) -> None:
+    """Of its last layer only keys, values and the end of the last pass are computed, which changes nothing else."""
+    prompt = random_ids(70, seed=1)
+    engine = shared(wide_model, quant=quant, keep=0, ctx=80, prefill_chunk=chunk)
+    expected = generate(engine, prompt, N)
+    assert engine.backend is not None
+    assert engine._model is not None
+    monkeypatch.setattr(engine.backend, "rows_are_independent", True)
+    passes: list[list[int]] = []
+    linear, embed = engine.backend.linear, engine.backend.embed
+
+    def counted_linear(x: Any, weight: Any, out_mn: Any, num_rows: int, **options: Any) -> None:
+        if options.get("add"):
+            passes[-1].append(num_rows)
+        linear(x, weight, out_mn, num_rows, **options)
+
+    def counted_embed(table: Any, state: Any, h_mk: Any, num_rows: int) -> None:
+        passes.append([num_rows])
+        embed(table, state, h_mk, num_rows)
+
+    monkeypatch.setattr(engine.backend, "linear", counted_linear)
+    monkeypatch.setattr(engine.backend, "embed", counted_embed)
+    generation = engine.generate(prompt, N, ignore_eos=True, logits="none")
+    tokens = iter(generation)
+    ids = [next(tokens).token_id]
+    logits_v = engine.backend.to_host(engine._model.logits_mv[0])[: expected.step_logits.shape[1]].copy()
+    for rows, *added in passes[:-1]:
+        assert added == [rows] * 8, "o and down of four layers of five"
+    rows, *added = passes[-1]
+    assert added == [rows] * 8 + [(rows - 1) % 16 + 1] * 2
+    ids += [token.token_id for token in tokens]
+    if backend_name == "cuda":
+        assert np.array_equal(logits_v, expected.step_logits[0])
+        assert ids == expected.ids
+    else:
+        assert np.abs(logits_v - expected.step_logits[0]).mean() < 0.05
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

@@ -32,7 +32,10 @@ def digest(engine: Engine, grids: tuple[Grid, ...]) -> str:
         ids += [*[config.image_token_id] * config.vision.num_tokens(grid), 8 + number, 9]
     pixels = [random_pixels(config.vision, grid, seed) for seed, grid in enumerate(grids)]
     encoded = engine.encode_visuals([Visual("image", grid) for grid in grids], pixels)
-    return generate(engine, ids, 8, encoded=encoded).digest
+    run = generate(engine, ids, 8, encoded=encoded)
+    without_logits = engine.generate(ids, 8, ignore_eos=True, encoded=encoded)
+    assert [token.token_id for token in without_logits] == run.ids
+    return run.digest
 
 
 @pytest.mark.parametrize("num_pictures", [1, 3])
