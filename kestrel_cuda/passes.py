@@ -9,7 +9,7 @@ from kestrel_cuda.quant.packed import round_up
 
 MOST_CHUNK = 2048
 """Most prompt rows a pass on a GPU. A window uploads layers once a pass, so its passes are long. Resident ones gain
-too: 2048 tokens of 2B take an H200 28 ms in one pass and 37 in passes of 512 rows."""
+too: 2048 tokens of 2B take an H200 24 ms in one pass and 33 in passes of 512 rows."""
 
 CPU_CHUNK = 512
 
@@ -21,10 +21,10 @@ the passes, up to the most."""
 TILE_ROWS = 128
 """Long passes are whole tiles of a linear."""
 
-HIDING_CHUNK, HIDING_BYTES = 2400, 34 / 32
+HIDING_CHUNK, HIDING_BYTES = 2800, 34 / 32
 """Rows a pass whose sums take about as long as uploading every layer at so many bytes a weight: both grow with the
-weights, so it is a ratio of the tensor cores' rate to the link's. For 8B in q8_0 an H200 takes 113 ms for 2048 rows and
-131 ms to upload all layers over 54.6 GB/s; for 2B 28.4 and 26.6."""
+weights, so it is a ratio of the tensor cores' rate to the link's. For 8B in q8_0 an H200 takes 96 ms for 2048 rows and
+131 ms to upload all layers over 54.6 GB/s; for 2B 23.7 and 26.6."""
 
 
 def hiding_chunk(num_prompt: int, share: float, bytes_per_weight: float) -> int:

@@ -35,6 +35,11 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
+def lengths(text: str) -> list[int]:
+    """Whole numbers of at least 1, comma-separated."""
+    return [whole(1)(length) for length in text.split(",")]
+
+
 def number(least: float, most: float, needed: str) -> Callable[[str], float]:
     """Numbers from `least` to `most`; an error says what is `needed`."""
 

@@ -50,15 +50,11 @@ def budgets(text: str) -> dict[str, int]:
     return {size: kinds.size(size) for size in text.split(",")}
 
 
-def lengths(text: str) -> list[int]:
-    return [kinds.whole(1)(length) for length in text.split(",")]
-
-
 def main() -> int:
     parser = kinds.Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--vram", type=budgets, default="1500MiB,2GiB", help="budgets, comma-separated")
-    parser.add_argument("--prompts", type=lengths, default="512,2048,8192", help="in tokens, comma-separated")
+    parser.add_argument("--prompts", type=kinds.lengths, default="512,2048,8192", help="in tokens, comma-separated")
     parser.add_argument("--quant", type=kinds.quant, default=Quant.Q8_0)
     parser.add_argument("--most", type=float, default=1.1, help="times the bound")
     arguments = parser.parse_args()

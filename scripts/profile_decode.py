@@ -8,7 +8,9 @@ over the whole token tells how much overlap there is. Prints one JSON object a c
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -18,6 +20,7 @@ import numpy as np
 from kestrel_cuda.backends.cuda import CudaBackend
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
+from kestrel_cuda.errors import KestrelError
 from scripts import arguments as kinds
 
 STEPS = ("embed", "norm_linear", "rope_attend", "linear", "norm_gate_up", "norm", "choose")
@@ -76,13 +79,25 @@ def profile(engine: Engine, backend: CudaBackend, depth: int) -> dict[str, objec
     return result
 
 
-def main() -> None:
+def main() -> int:
     parser = kinds.Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--quant", type=kinds.quant, default=Quant.Q8_0)
-    parser.add_argument("--depths", default="64,512,8192")
+    parser.add_argument(
+        "--depths", type=kinds.lengths, default="64,512,8192", help="cache slots filled, comma-separated"
+    )
     arguments = parser.parse_args()
-    depths = [int(depth) for depth in arguments.depths.split(",")]
+    try:
+        print_profiles(arguments)
+    except KestrelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def print_profiles(arguments: argparse.Namespace) -> None:
+    """A line a depth. Raises KestrelError where nothing can be measured."""
+    depths = arguments.depths
     engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend="cuda", quant=arguments.quant))
     load = engine.load(max(depths) + 256, num_prompt=1)
     backend = engine.backend
@@ -93,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
