@@ -45,7 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     whole_suite = config.option.markexpr == "cuda" and not config.option.keyword and config.args == ["tests"]
     if whole_suite and gpu_report.why_no_gpu() is None:
-        path = gpu_report.write(terminalreporter.stats, config.stash[FIGURES])
+        path = gpu_report.write(
+            terminalreporter.stats, config.stash[FIGURES], from_cubins=config.getoption("--cubins") is not None
+        )
         terminalreporter.write_line(f"wrote {path}")
 
 

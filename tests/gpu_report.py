@@ -30,7 +30,7 @@ def why_no_gpu() -> str | None:
         return f"no GPU: {error}"
 
 
-def write(stats: dict[str, list[Any]], figures: dict[str, float]) -> Path:
+def write(stats: dict[str, list[Any]], figures: dict[str, float], *, from_cubins: bool) -> Path:
     """Writes the report of the session that `stats` (pytest's outcomes) describes."""
     from cupy.cuda import nvrtc, runtime
 
@@ -45,6 +45,7 @@ def write(stats: dict[str, list[Any]], figures: dict[str, float]) -> Path:
         "driver_cuda": _version(runtime.driverGetVersion()),
         "cuda_runtime": _version(runtime.runtimeGetVersion()),
         "nvrtc": ".".join(str(part) for part in nvrtc.getVersion()),
+        "kernels": "compiled before, --cubins" if from_cubins else "compiled by this NVRTC",
         "date": datetime.now(UTC).date().isoformat(),
         "counts": counts,
         "skips": {report.nodeid: skip_reason(report) for report in stats.get("skipped", [])},
