@@ -176,7 +176,7 @@ class Engine:
             budget_bytes=plan.weight_budget_bytes,
             evict=config.evict,
         )
-        self._store = store
+        self._store, self._evict = store, config.evict
         loader = WeightLoader(
             self.checkpoint,
             weights,
@@ -274,6 +274,7 @@ class Engine:
         wished = replace(self.config, keep=keep, policy=policy, prefetch=prefetch, prefill_chunk=loaded.prefill_chunk)
         plan = self._plan_for(wished, embeddings_on=loaded.embeddings_on, lowers_prefetch=False)
         self._store.set_window(make_window(policy, self.checkpoint.config.text.num_layers, plan.keep, prefetch), evict)
+        self._evict = evict
         self._model.forget_captures()
         self.backend.reset_peak()
 
@@ -340,6 +341,8 @@ class Engine:
             num_ids=min(self.tokenizer.size, self.checkpoint.config.text.vocab_size),
             vocab_size=self.checkpoint.config.text.vocab_size,
             prefill_chunk=self.plan.prefill_chunk,
+            # Slabs that are freed are not met again.
+            captures_layers=self._evict is Evict.POOL,
             stream=TextStream(self.tokenizer),
             logits=logits,
             load_ms=self._load_ms,

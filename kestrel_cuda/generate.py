@@ -50,6 +50,7 @@ class Generation:
         num_ids: int,
         vocab_size: int,
         prefill_chunk: int,
+        captures_layers: bool,
         stream: TextStream,
         logits: LogitsWish = "none",
         load_ms: float = 0.0,
@@ -66,6 +67,7 @@ class Generation:
         self._stop_ids = stop_ids
         self._num_ids, self._vocab_size = num_ids, vocab_size
         self._chunk = prefill_chunk
+        self._captures_layers = captures_layers
         self._stream = stream
         self._logits = logits
         self._load_ms, self._embed_host_bytes = load_ms, embed_host_bytes
@@ -195,7 +197,7 @@ class Generation:
         num_slots = round_up(self._position, CAPTURE_SLOTS)
         replay = self._replays.get(num_slots)
         if not self._store.is_static:
-            self.submit_token(num_slots, capture_layers=True)
+            self.submit_token(num_slots, capture_layers=self._captures_layers)
         elif replay is not None:
             self._store.count_resident_pass()
             replay()
@@ -203,7 +205,8 @@ class Generation:
             # The first token of a split count runs plainly, which also loads every kernel the capture records.
             self.submit_token(num_slots)
             with self._store.uncounted():
-                self._replays[num_slots] = self._backend.capture(lambda: self.submit_token(num_slots))
+                # One at a time: the driver keeps memory for each, and contexts only grow.
+                self._replays = {num_slots: self._backend.capture(lambda: self.submit_token(num_slots))}
 
     def submit_token(self, num_slots: int, *, capture_layers: bool = False) -> None:
         """Submit one token: the row at the position through every layer, its logits, and the choice of the next id."""

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from kestrel_cuda.quant.packed import round_up
 
-MOST_CHUNK = 2048
-"""Most prompt rows a pass on a GPU. A window uploads layers once a pass, so its passes are long. Resident ones gain
-too: 2048 tokens of 2B take an H200 24 ms in one pass and 33 in passes of 512 rows."""
+MOST_RESIDENT_CHUNK, MOST_WINDOW_CHUNK = 2048, 5632
+"""Most prompt rows a pass on a GPU. Resident ones gain by length: 2048 tokens of 2B take an H200 24 ms in one pass and
+33 in passes of 512 rows. A window uploads layers once a pass, so that its passes are longer: up to twice those of
+HIDING_CHUNK, since half as long ones would not hide their uploads."""
 
 CPU_CHUNK = 512
 
@@ -34,7 +35,7 @@ def hiding_chunk(num_prompt: int, share: float, bytes_per_weight: float) -> int:
     """
     hiding = HIDING_CHUNK * share * bytes_per_weight / HIDING_BYTES
     num_passes = max(1, num_prompt // max(USUAL_CHUNK, math.ceil(hiding)))
-    return even_chunk(num_prompt, min(MOST_CHUNK, -(-num_prompt // num_passes)))
+    return even_chunk(num_prompt, min(MOST_WINDOW_CHUNK, -(-num_prompt // num_passes)))
 
 
 def even_chunk(num_prompt: int, most: int) -> int:
@@ -45,9 +46,9 @@ def even_chunk(num_prompt: int, most: int) -> int:
     return round_up(-(-num_prompt // num_passes), TILE_ROWS)
 
 
-def lengths() -> Iterator[int]:
+def lengths(most: int) -> Iterator[int]:
     """Rows a pass to try for room, the most first: whole tiles, then halves of one."""
-    chunk = MOST_CHUNK
+    chunk = most
     while chunk >= LEAST_CHUNK:
         yield chunk
         chunk = chunk - TILE_ROWS if chunk > TILE_ROWS else chunk // 2

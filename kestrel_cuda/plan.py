@@ -322,7 +322,8 @@ class _Planner:
 
     def _longest_chunk(self, keep: int) -> int:
         """Of the lengths tried, the most for which there is room; the most of all where the length is given."""
-        fitting = (chunk for chunk in passes.lengths() if self.fits(keep, chunk))
+        most = passes.MOST_RESIDENT_CHUNK if keep == 0 else passes.MOST_WINDOW_CHUNK
+        fitting = (chunk for chunk in passes.lengths(most) if self.fits(keep, chunk))
         return next(fitting, passes.LEAST_CHUNK)
 
     def work_bytes(self, chunk: int) -> int:

@@ -116,7 +116,8 @@ class TextModel:
         self._attended = backend.activation(max_rows, text.q_size, quantized)
         self._gate_up = backend.zeros((max_rows, weights.gate_up.width), np.float32)
         self._mlp = backend.activation(max_rows, text.intermediate_size, quantized)
-        self._captured: dict[tuple[int, int, int, int], tuple[Slab, Callable[[], None]]] = {}
+        self._captured: dict[tuple[int, int], tuple[Slab, Callable[[], None]]] = {}
+        self._captured_shape = (0, 0)
         self._whole_token: WholeToken | None = None
         self.wants_whole_token = whole_token
         self._final = backend.activation(LOGIT_ROWS, text.hidden_size, quantized)
@@ -246,7 +247,12 @@ class TextModel:
         backend.linear(self._mlp, weights[Projection.DOWN], h, num_rows, add=True)
 
     def _replay_layer(self, layer: int, slab: Slab, state: SequenceState, num_rows: int, num_slots: int) -> None:
-        key = (layer, id(slab), num_rows, num_slots)
+        if self._captured_shape != (num_rows, num_slots):
+            # The driver keeps memory for each, and a longer context needs none of a shorter one's.
+            self._backend.synchronize()
+            self._captured.clear()
+            self._captured_shape = (num_rows, num_slots)
+        key = (layer, id(slab))
         captured = self._captured.get(key)
         if captured is not None:
             captured[1]()

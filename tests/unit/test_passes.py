@@ -8,7 +8,7 @@ import pytest
 
 from kestrel_cuda.config import Policy, Quant, TextConfig
 from kestrel_cuda.errors import DeviceError
-from kestrel_cuda.passes import CPU_CHUNK, HIDING_CHUNK, MOST_CHUNK, TILE_ROWS, USUAL_CHUNK
+from kestrel_cuda.passes import CPU_CHUNK, HIDING_CHUNK, MOST_RESIDENT_CHUNK, MOST_WINDOW_CHUNK, TILE_ROWS, USUAL_CHUNK
 from kestrel_cuda.plan import Flags, Plan
 from tests.plans import GIB, MIB, TEXT, TEXT_8B, L, layer_bytes, plan, row
 
@@ -31,7 +31,7 @@ def short(made: Plan) -> bool:
 def test_passes_follow_the_prompt_and_the_flag() -> None:
     for keep in (0, 4):
         assert plan(num_prompt=7, keep=keep).prefill_chunk == 7
-        assert plan(num_prompt=100_000, keep=keep).prefill_chunk == MOST_CHUNK
+        assert plan(num_prompt=100_000, keep=keep).prefill_chunk == (MOST_WINDOW_CHUNK if keep else MOST_RESIDENT_CHUNK)
         assert plan(num_prompt=100_000, keep=keep, prefill_chunk=64).prefill_chunk == 64
         assert plan(num_prompt=10, keep=keep, prefill_chunk=64).prefill_chunk == 10
 
@@ -65,7 +65,7 @@ def most_passes(num_prompt: int, keep: int) -> int:
     Sums of HIDING_CHUNK rows take as long as uploading all layers; of a share of them, as uploading that share.
     """
     hidden = num_prompt * L // (HIDING_CHUNK * (L - keep))
-    return max(1, min(hidden, num_prompt // USUAL_CHUNK), -(-num_prompt // MOST_CHUNK))
+    return max(1, min(hidden, num_prompt // USUAL_CHUNK), -(-num_prompt // MOST_WINDOW_CHUNK))
 
 
 @pytest.mark.parametrize(("vram_mib", "num_prompt", "keep", "chunk"), [(900, 2048, 10, 1024), (1000, 4096, 4, 1408)])
@@ -76,7 +76,7 @@ def test_weights_of_half_the_bytes_are_hidden_by_half_the_rows(
     assert (made.keep, made.prefill_chunk) == (keep, chunk)
 
 
-@pytest.mark.parametrize("num_prompt", [7, 300, 700, 2048, 2049, 3000, 9000])
+@pytest.mark.parametrize("num_prompt", [7, 300, 700, 2048, 2049, 3000, 8900])
 def test_a_windows_passes_are_so_few_that_the_sums_hide_their_uploads(num_prompt: int) -> None:
     keeps = set()
     for vram_mib in range(1000, 3200, 50):
@@ -101,8 +101,8 @@ def test_a_windows_passes_are_so_few_that_the_sums_hide_their_uploads(num_prompt
 def test_passes_are_as_few_as_can_be_and_about_as_long(num_prompt: int, keep: int) -> None:
     chunk = of_prompt(num_prompt, None, keep=keep).prefill_chunk
     passes = -(-num_prompt // chunk)
-    assert passes == -(-num_prompt // MOST_CHUNK)
-    assert chunk % TILE_ROWS == 0
+    assert passes == -(-num_prompt // (MOST_WINDOW_CHUNK if keep else MOST_RESIDENT_CHUNK))
+    assert chunk % TILE_ROWS == 0 or chunk == num_prompt
     assert chunk - num_prompt / passes < TILE_ROWS
 
 
