@@ -22,12 +22,13 @@ from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
 from kestrel_cuda.errors import DeviceError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
+from kestrel_cuda.host_memory import available_bytes
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits, least_image_tokens
 from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
-from kestrel_cuda.load import WeightLoader
+from kestrel_cuda.load import WeightLoader, host_copy_bytes
 from kestrel_cuda.model.kv_cache import KvCache, check_kv_dtype, kv_cache_bytes
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from kestrel_cuda.model.sequence import DeviceSequence
@@ -37,9 +38,9 @@ from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.plan import FREE_MARGIN_BYTES, RUN_FLAGS, DoesNotFit, Flags, Plan, make_plan
 from kestrel_cuda.prompts import PromptEncoder, grids_of
 from kestrel_cuda.quant.packed import Element
-from kestrel_cuda.report import LoadReport
+from kestrel_cuda.report import LoadReport, PlanReport
 from kestrel_cuda.residency.store import WeightStore
-from kestrel_cuda.residency.window import make_window
+from kestrel_cuda.residency.window import ResidencyWindow, make_window
 from kestrel_cuda.sizes import format_size
 from kestrel_cuda.weight_keys import WeightKey
 
@@ -115,15 +116,16 @@ class Engine:
         num_prompt: int | None = None,
         on_progress: Progress | None = None,
         *,
+        on_plan: Callable[[PlanReport], None] | None = None,
         collects_logits: bool = False,
         lowers_prefetch: bool = True,
         flags: Flags = RUN_FLAGS,
     ) -> LoadReport:
         """Plan for `ctx` cache slots, then quantize and place the weights.
 
-        `collects_logits` plans the memory that `generate` needs when its `logits` are hashed or kept;
-        `lowers_prefetch` lets fewer layers be fetched ahead where that makes the window fit; `flags` are how messages
-        name the caller's settings.
+        `on_plan` is told what that will take before any weight is read. `collects_logits` plans the memory that
+        `generate` needs when its `logits` are hashed or kept; `lowers_prefetch` lets fewer layers be fetched ahead
+        where that makes the window fit; `flags` are how messages name the caller's settings.
 
         Raises DeviceError when the plan does not fit, CheckpointError when a weight cannot be quantized.
         """
@@ -167,6 +169,10 @@ class Engine:
         self._weights = weights
 
         window = make_window(config.policy, model.text.num_layers, plan.keep, plan.prefetch)
+        report = self._plan_report(weights, window)
+        warnings += report.warnings
+        if on_plan is not None:
+            on_plan(report)
         store = WeightStore(
             backend,
             weights.layers,
@@ -214,25 +220,42 @@ class Engine:
         backend.synchronize()
         self._load_ms = (time.perf_counter() - started) * 1e3
         return LoadReport(
-            backend=backend.name,
-            device=backend.device_name,
+            **vars(report) | {"warnings": tuple(warnings)},
             model=str(config.model),
-            num_layers=model.text.num_layers,
             num_weights=store.num_weights,
             quant=weights.quant_by_class,
             dtypes=self.checkpoint.dtypes,
             tied=self.checkpoint.tied,
             eos_ids=self.end_ids,
             template_source=self.chat.source if self.chat else None,
+            load_ms=self._load_ms,
+            notes=tuple(notes),
+        )
+
+    def _plan_report(self, weights: DecoderWeights, window: ResidencyWindow | None) -> PlanReport:
+        assert self.backend is not None
+        assert self.plan is not None
+        plan, text, config = self.plan, self.checkpoint.config.text, self.config
+        copy_bytes, warnings = host_copy_bytes(config, weights, window), []
+        available = available_bytes()
+        if available is not None and copy_bytes > available:
+            fewer = "with a smaller --host-keep" if config.host_keep else "with --strip-cache DIR --host-keep N"
+            warnings.append(
+                f"the weights to upload take {format_size(copy_bytes)} of host memory, where {format_size(available)} "
+                f"are available: the system may move them to disk, or end this; free host memory, or hold fewer {fewer}"
+            )
+        return PlanReport(
+            backend=self.backend.name,
+            device=self.backend.device_name,
+            num_layers=text.num_layers,
             keep=plan.keep,
-            ctx=ctx,
+            ctx=plan.ctx,
             kv=config.kv_dtype.value,
-            kv_bytes_per_slot=kv_cache_bytes(model.text, 1, config.kv_dtype),
+            kv_bytes_per_slot=kv_cache_bytes(text, 1, config.kv_dtype),
             prefill_chunk=plan.prefill_chunk,
             embeddings_on=plan.embeddings_on,
             planned_device_bytes=max(plan.total_bytes, self._encoder.peak_bytes if self._encoder else 0),
-            load_ms=self._load_ms,
-            notes=tuple(notes),
+            host_copy_bytes=copy_bytes,
             warnings=tuple(warnings),
         )
 

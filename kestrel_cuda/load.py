@@ -18,13 +18,30 @@ from kestrel_cuda.quant.packed import SlabEntry
 from kestrel_cuda.quant.strip_cache import DamagedStripCache, Miss, StripCache, find
 from kestrel_cuda.quant.strip_cache_writer import StripCacheWriter
 from kestrel_cuda.quant.strip_manifest import Fingerprint, fingerprint
-from kestrel_cuda.residency.host import StreamedHost
+from kestrel_cuda.residency.host import RING_SLOTS, StreamedHost
 from kestrel_cuda.residency.store import READ_THREADS, WeightStore
 from kestrel_cuda.residency.window import ResidencyWindow
 from kestrel_cuda.sizes import format_size
 from kestrel_cuda.weight_keys import WeightKey
 
 OnLayer = Callable[[int, int], None]
+
+
+def host_copy_bytes(config: EngineConfig, weights: DecoderWeights, window: ResidencyWindow | None) -> int:
+    """Host memory that packed weights take beside the device: what a window uploads again, or `lazy` at first use."""
+    if window is None and not config.lazy:
+        return 0
+    if _streams(config, window):
+        assert window is not None
+        num_held = min(config.host_keep, len(window.upload_cycle)) + RING_SLOTS
+        return num_held * max(layout.num_bytes for layout in weights.layers)
+    return sum(layout.num_bytes for layout in weights.layouts)
+
+
+def _streams(config: EngineConfig, window: ResidencyWindow | None) -> bool:
+    """Whether layers come from the strip cache's file for every token."""
+    has_file = config.strip_cache is not None and config.host_keep > 0
+    return has_file and window is not None and bool(window.upload_cycle)
 
 
 class WeightLoader:
@@ -50,7 +67,7 @@ class WeightLoader:
         if self._config.strip_cache is None:
             self._say_lost(_lost_groups(self._checkpoint, store.load(self._members, self._on_layer)))
             return
-        streams = self._config.host_keep > 0 and window is not None and bool(window.upload_cycle)
+        streams = _streams(self._config, window)
         if self._config.host_keep and not streams:
             idle = f"--host-keep {self._config.host_keep} has nothing to hold"
             self._warnings.append(f"{idle}: no layer is uploaded again")

@@ -21,24 +21,17 @@ class Token:
     time_ms: float
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What loading decided. `keep` 0 means everything resident; `notes` are one-line facts worth saying.
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What loading is about to take. `keep` 0 means everything resident.
 
     `kv_bytes_per_slot` is what a token of context takes in the key-value cache over all layers, scales counted in: a
-    later token reads that much of it.
+    later token reads that much of it. `host_copy_bytes` is what packed weights take in host memory beside the device.
     """
 
     backend: str
     device: str
-    model: str
     num_layers: int
-    num_weights: int
-    quant: dict[str, str]
-    dtypes: dict[str, int]
-    tied: bool
-    eos_ids: tuple[int, ...]
-    template_source: str | None
     keep: int
     ctx: int
     kv: str
@@ -46,9 +39,23 @@ class LoadReport:
     prefill_chunk: int
     embeddings_on: Literal["device", "host"]
     planned_device_bytes: int
+    host_copy_bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport(PlanReport):
+    """The plan, and what loading found; `notes` are one-line facts worth saying."""
+
+    model: str
+    num_weights: int
+    quant: dict[str, str]
+    dtypes: dict[str, int]
+    tied: bool
+    eos_ids: tuple[int, ...]
+    template_source: str | None
     load_ms: float
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

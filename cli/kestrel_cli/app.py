@@ -15,7 +15,12 @@ def main() -> None:
     signals.raise_on_first_signal()
     from kestrel_cli.program import execute
 
-    exit_code = execute(sys.argv[1:], os.environ)
-    # What comes now is the interpreter's own end, which no exception should enter.
+    try:
+        exit_code = execute(sys.argv[1:], os.environ)
+        # What comes now is the interpreter's own end, which no exception should enter.
+        signals.hold()
+    except KeyboardInterrupt as interrupt:
+        # Between the last line that `execute` sees to and the one above: everything has been said.
+        exit_code = signals.exit_code_of(interrupt)
     signals.leave_to_system()
     sys.exit(exit_code)

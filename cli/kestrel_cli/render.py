@@ -24,7 +24,7 @@ from kestrel_cli.options import TableRows
 from kestrel_cli.output import LossyStderr, escape_controls
 from kestrel_cli.settings import Settings
 from kestrel_cli.settings_lines import settings_lines
-from kestrel_cuda.report import LoadReport, RunReport, Token
+from kestrel_cuda.report import LoadReport, PlanReport, RunReport, Token
 from kestrel_cuda.sizes import format_size
 
 _LAST_ROWS = 32
@@ -85,9 +85,20 @@ class Screen:
         lead = "warning: "
         self._line(Text(lead, style="yellow"), Text(self._wrapped(escape_controls(text), lead)))
 
+    def plan_report(self, plan: PlanReport) -> None:
+        """Where weights will go and what that takes, before any is read."""
+        window = "every layer resident" if plan.keep == 0 else f"window of {plan.keep} of {plan.num_layers} layers"
+        host = f", {format_size(plan.host_copy_bytes)} of host memory" if plan.host_copy_bytes else ""
+        self._facts(
+            [
+                ("backend", f"{plan.backend}, {plan.device}; {window}; embeddings on the {plan.embeddings_on}"),
+                ("planned", f"{format_size(plan.planned_device_bytes)}{host}; {plan.ctx} tokens of context "
+                            f"({plan.kv}, {format_size(plan.kv_bytes_per_slot)} each), {plan.prefill_chunk} at a time"),
+            ]
+        )  # fmt: skip
+
     def load_report(self, load: LoadReport, settings: Settings) -> None:
-        """What was loaded, where to, and with which settings."""
-        window = "every layer resident" if load.keep == 0 else f"window of {load.keep} of {load.num_layers} layers"
+        """What was loaded, and with which settings."""
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in load.dtypes.items())
         quant = ", ".join(f"{name} {kind}" for name, kind in load.quant.items())
         end_ids = ", ".join(map(str, load.eos_ids)) or "none"
@@ -97,9 +108,6 @@ class Screen:
                 ("model", model),
                 ("quant", f"{quant}{'; lm_head tied to the embeddings' if load.tied else ''}"),
                 ("prompt form", f"template: {load.template_source or 'none'}; end ids: {end_ids}"),
-                ("backend", f"{load.backend}, {load.device}; {window}; embeddings on the {load.embeddings_on}"),
-                ("memory", f"{format_size(load.planned_device_bytes)} planned; {load.ctx} tokens of context "
-                           f"({load.kv}, {format_size(load.kv_bytes_per_slot)} each), {load.prefill_chunk} at a time"),
                 ("loaded in", f"{load.load_ms:.0f} ms"),
             ]
         )  # fmt: skip

@@ -21,7 +21,7 @@ from kestrel_cli.settings import Settings
 from kestrel_cli.visuals import Visuals
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckFailed, InternalError
-from kestrel_cuda.report import RunReport, Token
+from kestrel_cuda.report import PlanReport, RunReport, Token
 
 if TYPE_CHECKING:
     from kestrel_cli.render import Screen
@@ -127,9 +127,18 @@ def _answer(
     context = context_of(settings, len(prompt_ids), engine.checkpoint.config.text.max_positions, visuals)
     # Before the weights are there, the tower has the device to itself.
     encoded = visuals.encode(engine)
+
+    def show_plan(plan: PlanReport) -> None:
+        screen.plan_report(plan)
+        heard.add((), plan.warnings)
+
     with screen.progress() as on_progress:
         load = engine.load(
-            context.num_slots, len(prompt_ids), on_progress, collects_logits=_logits_wanted(settings) != "none"
+            context.num_slots,
+            len(prompt_ids),
+            on_progress,
+            on_plan=show_plan,
+            collects_logits=_logits_wanted(settings) != "none",
         )
     screen.load_report(load, settings)
     heard.add(load.notes, load.warnings)

@@ -16,7 +16,7 @@ import numpy as np
 
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.inputs.visual_source import VisualSource
-from kestrel_cuda.report import LoadReport, ResidencyReport, RunReport, TimingReport, Token
+from kestrel_cuda.report import LoadReport, PlanReport, ResidencyReport, RunReport, TimingReport, Token
 
 END_ID = 99
 VOCAB_SIZE = 128
@@ -38,6 +38,7 @@ class FakeEngine:
     backend: str = "cpu"
     device_read_gb_per_s: float | None = 3.0
     notes: tuple[str, ...] = ("no GPU here",)
+    plan_warnings: tuple[str, ...] = ()
     calls: dict[str, Any] = field(default_factory=dict)
     closed: bool = False
 
@@ -68,21 +69,27 @@ class FakeEngine:
         num_prompt: int | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
         *,
+        on_plan: Callable[[PlanReport], None],
         collects_logits: bool = False,
     ) -> LoadReport:
         self.calls["ctx"] = ctx
         self.calls["collects_logits"] = collects_logits
         if self.fail_at_load is not None:
             raise self.fail_at_load
+        keep = self.config.keep or 0
+        plan = PlanReport(
+            backend=self.backend, device="test device", num_layers=4, keep=keep, ctx=ctx, kv="f16",
+            kv_bytes_per_slot=1024, prefill_chunk=64, embeddings_on="device", planned_device_bytes=1 << 20,
+            host_copy_bytes=3 << 20 if keep else 0, warnings=self.plan_warnings,
+        )  # fmt: skip
+        on_plan(plan)
         if on_progress is not None:
             on_progress("quantizing", 1, 2)
-        keep = self.config.keep or 0
+        warnings = (*self.plan_warnings, "a stray file", "scales rounded to zero: 3")
         return LoadReport(
-            backend=self.backend, device="test device", model=str(self.config.model), num_layers=4, num_weights=29,
+            **vars(plan) | {"warnings": warnings}, model=str(self.config.model), num_weights=29,
             quant={"layers": "q8_0"}, dtypes={"bf16": 30}, tied=True, eos_ids=(END_ID,), template_source="test",
-            keep=keep, ctx=ctx, kv="f16", kv_bytes_per_slot=1024, prefill_chunk=64, embeddings_on="device",
-            planned_device_bytes=1 << 20, load_ms=12.5, notes=self.notes,
-            warnings=("a stray file", "scales rounded to zero: 3"),
+            load_ms=12.5, notes=self.notes,
         )  # fmt: skip
 
     def generate(

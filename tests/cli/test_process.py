@@ -132,6 +132,38 @@ main()
     assert json.loads(ran.stdout) == {"error": {"kind": "interrupt", "message": "interrupted"}}
 
 
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("when", ["leaving", "left"])
+def test_a_signal_after_all_has_been_said_is_no_fault(when: str, number: signal.Signals, exit_code: int) -> None:
+    """It ends the process, between any two lines of it, without a traceback."""
+    kill = f"os.kill(os.getpid(), {int(number)})"
+    script = f"""
+import os, sys
+import kestrel_cli.program
+from kestrel_cli import app, signals
+hold, execute = signals.hold, kestrel_cli.program.execute
+holds = []
+def signalled_hold():
+    holds.append(1)
+    if {when == "left"} and len(holds) == 2:
+        hold()
+        {kill}
+    hold()
+def signalled_execute(arguments, variables):
+    signals.release()
+    if {when == "leaving"}:
+        {kill}
+    return 0
+signals.hold, kestrel_cli.program.execute = signalled_hold, signalled_execute
+app.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert done.returncode == (exit_code if when == "leaving" else 0)
+
+
 def test_the_way_to_the_handlers_is_short() -> None:
     script = (
         "import sys; before = set(sys.modules); import kestrel_cuda, kestrel_cli.app; print(*set(sys.modules) - before)"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import kestrel_cuda.engine
 from kestrel_cuda.backends.cpu import CpuBackend
 from kestrel_cuda.checkpoint.names import EMBEDDING
-from kestrel_cuda.config import Policy, Quant
+from kestrel_cuda.config import EngineConfig, Policy, Quant
+from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import CheckpointError, DeviceError
+from kestrel_cuda.report import LoadReport, PlanReport
 from tests.checkpoints import copy
 from tests.conftest import DATA
 from tests.engines import QUANTS, Engines, generate, random_ids
@@ -147,3 +151,47 @@ def test_an_untied_embedding_that_is_not_finite(engines: Engines, backend_name: 
         shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight holds weights that are not finite.*\(row 0\)"):
         engines.load(model, backend_name)
+
+
+class TestWhatIsSaidBeforeLoading:
+    """The plan is told before a weight is read, with what the host copy takes."""
+
+    @staticmethod
+    def planned(model: Path, **config: Any) -> tuple[PlanReport, LoadReport]:
+        told: list[PlanReport] = []
+        engine = Engine.open(EngineConfig(model=model, backend="cpu", **config))
+
+        def hear(plan: PlanReport) -> None:
+            assert engine._store is None
+            told.append(plan)
+
+        load = engine.load(40, 8, on_plan=hear)
+        if not config.get("host_keep"):
+            assert engine._store is not None
+            assert told[0].host_copy_bytes == engine._store.host_bytes
+        engine.close()
+        assert len(told) == 1
+        return told[0], load
+
+    @pytest.mark.parametrize("config", [{}, {"keep": 0}, {"keep": 2}, {"keep": 0, "lazy": True}], ids=str)
+    def test_the_plan_is_what_is_loaded(self, config: dict[str, Any]) -> None:
+        plan, load = self.planned(TINY, **config)
+        assert vars(plan).items() <= vars(load).items()
+        assert (plan.host_copy_bytes > 0) == bool(config.get("keep") or config.get("lazy"))
+
+    def test_layers_from_disk(self, tmp_path: Path) -> None:
+        whole, _ = self.planned(TINY, keep=2)
+        few, _ = self.planned(TINY, keep=2, strip_cache=tmp_path, host_keep=1)
+        assert 0 < few.host_copy_bytes < whole.host_copy_bytes
+
+    def test_more_than_the_host_has(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(kestrel_cuda.engine, "available_bytes", lambda: 1000)
+        plan, load = self.planned(TINY, keep=2)
+        assert len(plan.warnings) == 1
+        assert plan.warnings[0] in load.warnings
+        assert "1000 B are available" in plan.warnings[0]
+        assert "--strip-cache DIR --host-keep N" in plan.warnings[0]
+        assert "a smaller --host-keep" in self.planned(TINY, keep=2, strip_cache=tmp_path, host_keep=9)[0].warnings[0]
+        assert not self.planned(TINY, keep=0)[0].warnings
+        monkeypatch.setattr(kestrel_cuda.engine, "available_bytes", lambda: None)
+        assert not self.planned(TINY, keep=2)[0].warnings
