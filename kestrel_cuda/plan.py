@@ -128,8 +128,8 @@ def make_plan(
         try:
             plan = planner.plan()
         except DoesNotFit as error:
-            if refusal is None or isinstance(refusal, _NothingFits):
-                refusal = error
+            # The last has the fewest layers fetched ahead, and so what is needed at the least.
+            refusal = error
             continue
         if refusal is None:
             window = make_window(config.policy, model.text.num_layers, plan.keep, config.prefetch)
