@@ -83,6 +83,17 @@ def random_ids(num_ids: int, seed: int = 0) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(1, 600, num_ids)]
 
 
+def assert_bytes_moved(engine: Engine, run: Run) -> None:
+    """A token uploads every layer that the window does not keep, once, and nothing else; `both-sides` uploads more."""
+    assert engine.plan is not None
+    num_layers, keep = engine.checkpoint.config.text.num_layers, engine.plan.keep
+    uploads = num_layers - keep if 0 < keep < num_layers else 0
+    if uploads and engine.config.policy is Policy.BOTH_SIDES:
+        assert run.residency.uploads_per_token > uploads
+        uploads = int(run.residency.uploads_per_token)
+    assert run.residency.h2d_bytes_per_token == uploads * layer_bytes(engine)
+
+
 def layer_bytes(engine: Engine) -> int:
     assert engine._weights is not None
     sizes = {layout.num_bytes for layout in engine._weights.layers}

@@ -200,6 +200,12 @@ def test_no_window_changes_the_answer(ask: Ask, keep: int) -> None:
     ]
     whole, windowed = (ask(*flags, "hi", "-n", 6, "--keep", k) for k in ("off", keep))
     assert windowed["logits_sha256"] == whole["logits_sha256"]
+    assert whole["residency"]["h2d_bytes_per_token"] == 0
+    # The weights that are read but for lm_head are those of four layers.
+    read = windowed["bytes_read_per_token"]
+    lm_head = read - windowed["residency"]["h2d_bytes_per_token"] * 4 // (4 - keep)
+    assert windowed["residency"]["uploads_per_token"] == 4 - keep
+    assert 0 < lm_head < read / 2
 
 
 def test_case_d34_a_picture_with_no_text(ask: Ask) -> None:

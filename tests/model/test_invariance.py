@@ -17,7 +17,7 @@ from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.engine import Engine
 from scripts.make_tiny_model import make_tiny_checkpoint
 from tests.compare import assert_close
-from tests.engines import QUANTS, Run, generate, head_bytes, layer_bytes, random_ids
+from tests.engines import QUANTS, Run, assert_bytes_moved, generate, head_bytes, layer_bytes, random_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_28L = ROOT / "tests/data/oracle/checkpoints/tiny-28L"
@@ -206,9 +206,13 @@ def test_prompts_in_chunks_over_an_int8_cache(
     prompt, over = random_ids(70, seed=1), {"quant": quant, "kv": KvDtype.Q8, "ctx": 80}
     expected = generate(shared(wide_model, keep=0, **over), prompt, N)
     assert expected.digest != generate(shared(wide_model, keep=0, **over | {"kv": KvDtype.F16}), prompt, N).digest
-    whole = generate(load(wide_model, keep=keep, **over), prompt, N)
+    windowed = load(wide_model, keep=keep, **over)
+    whole = generate(windowed, prompt, N)
     assert_same_bits(whole, expected)
-    run = generate(load(wide_model, keep=keep, prefill_chunk=chunk, **over), prompt, N)
+    assert_bytes_moved(windowed, whole)
+    cut = load(wide_model, keep=keep, prefill_chunk=chunk, **over)
+    run = generate(cut, prompt, N)
+    assert_bytes_moved(cut, run)
     if backend_name == "cuda":
         assert_same_bits(run, expected)
     else:  # an activation or an entry may fall on the other side of a rounding step
@@ -321,6 +325,8 @@ class TestOnTheGpu:
         launched = generate(engine, prompt, 20)
         assert not captures
         assert_same_bits(launched, replayed)
+        for run in (launched, replayed):
+            assert_bytes_moved(engine, run)
         if keep == 0:
             assert launched.residency.cache_hits == replayed.residency.cache_hits
 

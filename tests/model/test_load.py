@@ -19,7 +19,7 @@ from kestrel_cuda.errors import CheckpointError, DeviceError
 from kestrel_cuda.report import LoadReport, PlanReport
 from tests.checkpoints import copy
 from tests.conftest import DATA
-from tests.engines import QUANTS, Engines, generate, random_ids
+from tests.engines import QUANTS, Engines, assert_bytes_moved, generate, random_ids
 
 TINY = DATA / "oracle/checkpoints/tiny-dense-tied"
 UNTIED = DATA / "oracle/checkpoints/tiny-dense-untied-sharded"
@@ -35,8 +35,9 @@ def engines() -> Iterator[Engines]:
 
 def digest(engines: Engines, backend_name: str, **config: object) -> tuple[str, list[str]]:
     engine, load = engines.load(TINY, backend_name, **config)
-    said = [*load.notes, *load.warnings]
-    return generate(engine, PROMPT, 8).digest, said
+    run = generate(engine, PROMPT, 8)
+    assert_bytes_moved(engine, run)
+    return run.digest, [*load.notes, *load.warnings]
 
 
 @pytest.mark.parametrize("quant", QUANTS)

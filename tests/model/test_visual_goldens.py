@@ -19,7 +19,7 @@ from kestrel_cuda.errors import InputError
 from kestrel_cuda.model.prompt_positions import Visual
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from tests.compare import assert_close
-from tests.engines import generate
+from tests.engines import assert_bytes_moved, generate
 from tests.goldens import checkpoint, golden, golden_names, pixels_and_grids
 from tests.pixel_codes import codes_of
 
@@ -83,7 +83,9 @@ def test_a_window_changes_nothing(shared: Load, keep: int) -> None:
     digests = set()
     for window in (0, keep):
         engine = shared(checkpoint(name), ctx=CTX, keep=window)
-        digests.add(generate(engine, arrays["input_ids"].tolist(), 8, encoded=encoded(engine, arrays)).digest)
+        run = generate(engine, arrays["input_ids"].tolist(), 8, encoded=encoded(engine, arrays))
+        assert_bytes_moved(engine, run)
+        digests.add(run.digest)
     assert len(digests) == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from kestrel_cuda.config import Grid, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.model.prompt_positions import Visual
-from tests.engines import generate
+from tests.engines import assert_bytes_moved, generate
 from tests.goldens import ORACLE
 from tests.pixel_codes import random_pixels
 
@@ -33,6 +33,7 @@ def digest(engine: Engine, grids: tuple[Grid, ...]) -> str:
     pixels = [random_pixels(config.vision, grid, seed) for seed, grid in enumerate(grids)]
     encoded = engine.encode_visuals([Visual("image", grid) for grid in grids], pixels)
     run = generate(engine, ids, 8, encoded=encoded)
+    assert_bytes_moved(engine, run)
     without_logits = engine.generate(ids, 8, ignore_eos=True, encoded=encoded)
     assert [token.token_id for token in without_logits] == run.ids
     return run.digest
