@@ -25,6 +25,9 @@ from kestrel_cuda.residency.window import make_window
 WARMUP_TOKENS = 2
 """Decode steps dropped at the start of each measurement: buffers are allocated and launches captured in them."""
 
+LEAST_OF_A_LINE = 3
+"""Windows that upload different amounts; a line through two explains everything."""
+
 _SMALLER = ("--prompt-tokens", "--new-tokens", "--prefetch", "--prefill-chunk")
 
 
@@ -69,6 +72,23 @@ class BenchRow:
 
 
 @dataclass(frozen=True)
+class CostLine:
+    """Milliseconds a token as a straight line in what the windows of one rule upload, by least squares.
+
+    `ms_without` is where nothing would be uploaded, `gb_per_s` the bytes that a millisecond more stands for, in 10^9 a
+    second; `r_squared` is the share of the variance that the line explains.
+    """
+
+    policy: str
+    evict: str
+    prefetch: int
+    num_windows: int
+    ms_without: float
+    gb_per_s: float
+    r_squared: float
+
+
+@dataclass(frozen=True)
 class BenchReport:
     """Every row, the card they were measured on and its ceilings.
 
@@ -91,6 +111,31 @@ class BenchReport:
     @property
     def num_timed(self) -> int:
         return self.rounds * (self.new_tokens - 1 - WARMUP_TOKENS)
+
+    @property
+    def cost_lines(self) -> tuple[CostLine, ...]:
+        """One for each rule of which three windows or more upload different amounts over a link."""
+        if self.link_gb_per_s is None:
+            return ()
+        rules: dict[tuple[str, str, int], list[BenchRow]] = {}
+        for row in self.rows:
+            if row.h2d_bytes_per_token:
+                rules.setdefault((row.policy, row.evict, row.prefetch), []).append(row)
+        lines = (_cost_line(rule, rows) for rule, rows in rules.items())
+        return tuple(line for line in lines if line is not None)
+
+
+def _cost_line(rule: tuple[str, str, int], rows: Sequence[BenchRow]) -> CostLine | None:
+    gigabytes = np.array([row.h2d_bytes_per_token for row in rows]) / 1e9
+    token_ms = np.array([row.ms_per_token_median for row in rows])
+    if len(set(gigabytes)) < LEAST_OF_A_LINE:
+        return None
+    ms_per_gb, ms_without = np.polyfit(gigabytes, token_ms, 1)
+    left = np.sum((token_ms - (ms_without + ms_per_gb * gigabytes)) ** 2)
+    spread = np.sum((token_ms - token_ms.mean()) ** 2)
+    if ms_per_gb <= 0 or spread == 0:
+        return None
+    return CostLine(*rule, len(rows), float(ms_without), float(1e3 / ms_per_gb), float(1 - left / spread))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rich.text import Text
 from kestrel_cli.output import escape_controls
 
 if TYPE_CHECKING:
-    from kestrel_cuda.bench import BenchReport, BenchRow
+    from kestrel_cuda.bench import BenchReport, BenchRow, CostLine
 
 _WIDTH = 80
 _HASH_DIGITS = 6
@@ -56,6 +56,8 @@ def bench_text(report: BenchReport, fancy: bool) -> str:
         console.print()
         console.print(_table(columns, gap, fancy))
         console.print()
+        for line in report.cost_lines:
+            console.print(Text(_cost(line)), soft_wrap=True)
         console.print(Text(_verdict(report)), soft_wrap=True)
     return "".join(f"{line.rstrip()}\n" for line in captured.get().split("\n")[:-1])
 
@@ -98,6 +100,14 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     yield "", "GB/s over that median, % of the ceiling above"
     num_untimed = report.new_tokens - report.num_timed // report.rounds
     yield "not timed", f"loading, prefill, a run that hashes logits, {num_untimed} first tokens a round"
+
+
+def _cost(line: CostLine) -> str:
+    rule = f"{line.policy}, {line.evict}, prefetch {line.prefetch}"
+    return (
+        f"{rule}: a token takes {line.ms_without:.2f} ms and what it uploads at {line.gb_per_s:.4g} GB/s "
+        f"(R² {line.r_squared:.5f}, {line.num_windows} windows)"
+    )
 
 
 def _verdict(report: BenchReport) -> str:

@@ -70,6 +70,7 @@ def bench_result(report: BenchReport, settings: Settings, heard: Heard) -> dict[
         "all_equal": report.all_equal,
         "settings": settings.as_json(),
         "rows": [asdict(row) for row in report.rows],
+        "cost_lines": [asdict(line) for line in report.cost_lines],
         **heard.as_json(),
     }
 

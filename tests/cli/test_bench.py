@@ -257,7 +257,16 @@ class TestOutput:
         result = json.loads(out)
         assert list(result) == [
             *("version", "card", "backend", "prompt_tokens", "new_tokens", "rounds"),
-            *("link_gb_per_s", "device_read_gb_per_s", "all_equal", "settings", "rows", "notes", "warnings"),
+            *(
+                "link_gb_per_s",
+                "device_read_gb_per_s",
+                "all_equal",
+                "settings",
+                "rows",
+                "cost_lines",
+                "notes",
+                "warnings",
+            ),
         ]
         assert (result["card"], result["rounds"], result["link_gb_per_s"]) == ("NVIDIA H200", 5, 55.1)
         assert result["settings"]["keep"] == {"value": "off", "source": "flag"}

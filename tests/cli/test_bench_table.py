@@ -34,6 +34,30 @@ def test_a_sweep() -> None:
     )
 
 
+def swept(token_ms: dict[int, float], **rule: object) -> list[BenchRow]:
+    """Windows that upload so many bytes a token, and what a token takes."""
+    rows = [(ONE, num_bytes, ms) for num_bytes, ms in token_ms.items()]
+    return [replace(row, h2d_bytes_per_token=b, ms_per_token_median=ms, **rule) for row, b, ms in rows]  # type: ignore[arg-type]
+
+
+def test_what_uploads_cost_is_a_line() -> None:
+    on_it = swept({0: 0.7, 500_000_000: 10.5, 1_000_000_000: 20.5, 1_500_000_000: 30.5})
+    beside = swept({500_000_000: 10.0, 1_000_000_000: 23.0, 1_500_000_000: 30.0}, policy="pinned", evict="free")
+    flat = swept({1_500_000_000: 30.0}, policy="both-sides")
+    two = swept({500_000_000: 10.0, 1_000_000_000: 20.0}, prefetch=0)
+    report = replace(REPORT, rows=(OFF, *on_it, *beside, *flat, *two))
+    line, scattered = report.cost_lines
+    assert (line.policy, line.evict, line.prefetch, line.num_windows) == ("past-only", "pool", 2, 3)
+    assert (line.ms_without, line.gb_per_s, line.r_squared) == pytest.approx((0.5, 50, 1))
+    assert (scattered.ms_without, scattered.gb_per_s) == pytest.approx((1.0, 50))
+    assert scattered.r_squared == pytest.approx(1 - 6 / (200 + 6))
+    assert (
+        "past-only, pool, prefetch 2: a token takes 0.50 ms and what it uploads at 50 GB/s (R² 1.00000, 3 windows)\n"
+        in bench_text(report, fancy=False)
+    )
+    assert not replace(report, link_gb_per_s=None).cost_lines, "copies within host memory say nothing of a link"
+
+
 @pytest.mark.parametrize(
     ("rows", "once", "columns"),
     [
