@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from kestrel_cuda import passes
 from kestrel_cuda.backends.base import MemoryInfo
 from kestrel_cuda.config import DEFAULT_PREFETCH, EngineConfig, ModelConfig, Quant, TextConfig
-from kestrel_cuda.errors import DeviceError, SettingError
+from kestrel_cuda.errors import DeviceError, InternalError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.text import workspace_bytes
 from kestrel_cuda.model.weights import DecoderWeights
@@ -24,6 +26,9 @@ GRAPH_BYTES = 32 << 20
 """What the driver takes for captured launches and for kernels loaded later."""
 
 _HEAD = "lm_head"
+
+Q4_0_BYTES = 18 / 32
+"""Of a weight."""
 
 SEEDS_MOST_BYTES, SEEDS_LEAST_BYTES = 24 << 30, 256 << 20
 
@@ -353,32 +358,76 @@ class _Planner:
         return DoesNotFit(message, self.bound(keep))
 
     def _nothing_fits(self) -> _NothingFits:
-        rows, less = self.rows(1, passes.LEAST_CHUNK, False), list(self.flags.smaller)
+        rows = self.rows(1, passes.LEAST_CHUNK, False)
         enough = []
         if self.needed_bytes(1) > self.total_bytes:
             enough.append(f"--vram {enough_size(self.needed_bytes(1))}")
         if self.weight_bytes(1) > self.cache_budget_bytes and self.config.cache_budget is not None:
             enough.append(f"--cache-budget {enough_size(self.weight_bytes(1))}")
-        quantized_less = self.config.quant is not Quant.Q4_0
         if self.breaks_budget(1):
             rows = [row for row in rows if row[0] in (self._layers_name(1), _HEAD)]
-            less = [flag for flag in less if flag == "--prefetch"]
         elif self.load_bytes(1) > sum(num_bytes for _, num_bytes in rows):
             slab_bytes = max(layout.num_bytes for layout in self.weights.layouts)
             rows = [rows[0], ("the largest part while it loads", slab_bytes), ("its scratch", LOADER_BYTES), *self.held]
-            less, quantized_less = [], False
-        if not self.config.prefetch:
-            less = [flag for flag in less if flag != "--prefetch"]
-        if self._rows_a_pass(passes.LEAST_CHUNK) == 1:
-            less = [flag for flag in less if flag != "--prefill-chunk"]
-        advice = [f"a smaller {', '.join(less)}"] if less else []
-        if quantized_less:
-            advice.append("--quant q4_0")
         parts = ", ".join(f"{what} {format_size(b)}" for what, b in rows if b)
         message = f"{self.bound(1)} cannot hold even a window of one layer; {' with '.join(enough)} would ({parts})"
         if self.config.keep not in (None, 1) and not self.breaks_budget(1):
             asked = min(self.config.keep or 0, self.text.num_layers)
             message += f", {self.flags.keep} {asked or 'off'} takes --vram {enough_size(self.needed_bytes(asked))}"
-        if advice:
-            message += f"; {' or '.join(advice)} needs less"
+        if alone := self._enough_alone():
+            message += f"; so would {' or '.join(alone)}"
         return _NothingFits(message, self.bound(1))
+
+    def _enough_alone(self) -> list[str]:
+        """Settings of which one, changed no more than it takes, lets a window of one layer fit."""
+        found = []
+        for flag in self.flags.smaller:
+            values = self._smaller(flag)
+            # The larger a setting is, the more it takes.
+            number = bisect_right(values, False, key=partial(self._is_too_much, flag))
+            if number:
+                found.append(f"{flag} {values[number - 1]}")
+        if self.config.quant is not Quant.Q4_0 and self._fits_in_four_bits():
+            found.append("--quant q4_0")
+        return found
+
+    def _smaller(self, flag: str) -> range:
+        """Values of a flag below the one it has, of which the least may be of use."""
+        match flag:
+            case "--ctx":
+                return range(self.num_prompt + 1, self.ctx)
+            case "--new-tokens":
+                return range(1, self.ctx - self.num_prompt)
+            case "--prompt-tokens":
+                return range(1, self.num_prompt)
+            case "--prefetch":
+                return range(self.config.prefetch)
+            case "--prefill-chunk":
+                return range(1, self._rows_a_pass(passes.LEAST_CHUNK))
+            case _:
+                raise InternalError(f"what a smaller {flag} takes is not known")
+
+    def _is_too_much(self, flag: str, value: int) -> bool:
+        return not self._with(flag, value).fits(1, passes.LEAST_CHUNK)
+
+    def _with(self, flag: str, value: int) -> _Planner:
+        match flag:
+            case "--ctx":
+                return replace(self, ctx=value)
+            case "--new-tokens":
+                return replace(self, ctx=self.num_prompt + value)
+            case "--prompt-tokens":
+                return replace(self, num_prompt=value, ctx=self.ctx - self.num_prompt + value)
+            case "--prefetch":
+                return replace(self, config=replace(self.config, prefetch=value))
+            case _:
+                return replace(self, config=replace(self.config, prefill_chunk=value))
+
+    def _fits_in_four_bits(self) -> bool:
+        """Whether one layer would fit if every weight took as many bytes as in q4_0."""
+        share = Q4_0_BYTES / self._bytes_per_weight
+        weight_bytes = int(self.weight_bytes(1) * share)
+        total_bytes = sum(b for _, b in self.rows(1, passes.LEAST_CHUNK, False)) - self.weight_bytes(1) + weight_bytes
+        slab_bytes = max(layout.num_bytes for layout in self.weights.layouts)
+        peak_bytes = max(total_bytes, self.load_bytes(1) - slab_bytes + int(slab_bytes * share))
+        return peak_bytes <= self.total_bytes and weight_bytes <= self.cache_budget_bytes
