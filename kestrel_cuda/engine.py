@@ -35,7 +35,8 @@ from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
-from kestrel_cuda.plan import FREE_MARGIN_BYTES, RUN_FLAGS, DoesNotFit, Flags, Plan, make_plan
+from kestrel_cuda.plan import RUN_FLAGS, DoesNotFit, Flags, Plan, make_plan
+from kestrel_cuda.plan_sizes import FREE_MARGIN_BYTES
 from kestrel_cuda.prompts import PromptEncoder, grids_of
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport, PlanReport

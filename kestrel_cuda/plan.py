@@ -10,27 +10,15 @@ from typing import Literal
 
 from kestrel_cuda import passes
 from kestrel_cuda.backends.base import MemoryInfo
-from kestrel_cuda.config import DEFAULT_PREFETCH, EngineConfig, ModelConfig, Quant, TextConfig
+from kestrel_cuda.config import DEFAULT_PREFETCH, EngineConfig, ModelConfig, Quant
 from kestrel_cuda.errors import DeviceError, InternalError, SettingError
-from kestrel_cuda.model.kv_cache import kv_cache_bytes
-from kestrel_cuda.model.text import workspace_bytes
 from kestrel_cuda.model.weights import DecoderWeights
+from kestrel_cuda.plan_sizes import HEAD, LOADER_BYTES, Sizes
 from kestrel_cuda.residency.window import make_window
 from kestrel_cuda.sizes import enough_size, format_size
 
-FREE_MARGIN_BYTES = 512 << 20
-LOADER_BYTES = 72 << 20
-"""Scratch that packing takes on a GPU while weights load; gone before the first token."""
-
-GRAPH_BYTES = 32 << 20
-"""What the driver takes for captured launches and for kernels loaded later."""
-
-_HEAD = "lm_head"
-
 Q4_0_BYTES = 18 / 32
 """Of a weight."""
-
-SEEDS_MOST_BYTES, SEEDS_LEAST_BYTES = 24 << 30, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -77,11 +65,6 @@ class DoesNotFit(DeviceError):
     def __init__(self, message: str, bound: str) -> None:
         super().__init__(message)
         self.bound = bound
-
-
-def seeds_budget_bytes(free_bytes: int) -> int:
-    """Half of free memory, at most 24 GiB, at least 256 MiB."""
-    return max(SEEDS_LEAST_BYTES, min(SEEDS_MOST_BYTES, free_bytes // 2))
 
 
 def make_plan(
@@ -162,20 +145,9 @@ class _NothingFits(DoesNotFit):
 
 
 @dataclass(frozen=True)
-class _Planner:
-    """The sizes a plan is made of, as functions of `keep`."""
+class _Planner(Sizes):
+    """Chooses by the sizes, and says what would fit where nothing does."""
 
-    config: EngineConfig
-    text: TextConfig
-    weights: DecoderWeights
-    memory: MemoryInfo
-    ctx: int
-    num_prompt: int
-    embedding_bytes: int
-    on_gpu: bool
-    embeddings_on: Literal["device", "host"] | None
-    collects_logits: bool
-    held: tuple[tuple[str, int], ...]
     flags: Flags
 
     def plan(self) -> Plan:
@@ -203,7 +175,7 @@ class _Planner:
         if not self.fits(keep, passes.LEAST_CHUNK):
             raise self._does_not_fit(keep, best)
         room = self._longest_chunk(keep)
-        chunk = self._rows_a_pass(passes.even_chunk(self.num_prompt, room))
+        chunk = self.rows_a_pass(passes.even_chunk(self.num_prompt, room))
         if self.embeddings_on is not None:
             on_device = self.embeddings_on == "device"
         else:
@@ -225,117 +197,19 @@ class _Planner:
             tuple(warnings),
         )
 
-    @property
-    def total_bytes(self) -> int:
-        if self.config.vram_bytes is not None:
-            return self.config.vram_bytes
-        if self.on_gpu:
-            return self.memory.free_bytes + self.held_bytes + self.memory.context_bytes - FREE_MARGIN_BYTES
-        return self.memory.total_bytes
-
-    def breaks_budget(self, keep: int) -> bool:
-        """Whether the weights of a window alone are over --cache-budget, which bounds nothing else."""
-        return self.weight_bytes(keep) > self.cache_budget_bytes < self.total_bytes
-
-    def bound(self, keep: int) -> str:
-        """What a window that does not fit is over, in words."""
-        if self.breaks_budget(keep):
-            return f"--cache-budget {format_size(self.cache_budget_bytes)}"
-        if self.config.vram_bytes is not None:
-            return f"--vram {format_size(self.config.vram_bytes)}"
-        return f"{format_size(self.memory.free_bytes)} free"
-
-    @property
-    def cache_budget_bytes(self) -> int:
-        match self.config.cache_budget:
-            case None:
-                return self.total_bytes
-            case "seeds":
-                return seeds_budget_bytes(self.memory.free_bytes)
-            case budget:
-                return budget
-
-    def fits(self, keep: int, chunk: int, *, embeddings_on_device: bool = False) -> bool:
-        embeddings_on_device |= self.embeddings_on == "device"
-        peak = max(sum(b for _, b in self.rows(keep, chunk, embeddings_on_device)), self.load_bytes(keep))
-        return peak <= self.total_bytes and self.weight_bytes(keep) <= self.cache_budget_bytes
-
-    def needed_bytes(self, keep: int) -> int:
-        """The least total that holds a window of `keep`: the shortest passes, embeddings on the host."""
-        return max(sum(b for _, b in self.rows(keep, passes.LEAST_CHUNK, False)), self.load_bytes(keep))
-
-    def rows(self, keep: int, chunk: int, embeddings_on_device: bool) -> list[tuple[str, int]]:
-        text, chunk = self.text, self._rows_a_pass(chunk)
-        norm_bytes = 4 * (text.num_layers * (2 * text.hidden_size + 2 * text.head_dim) + text.hidden_size)
-        table_bytes = 4 * self.ctx * text.head_dim + 4 * (self.ctx + 3)
-        return [
-            ("driver context, kernels and captures", self.memory.context_bytes + (GRAPH_BYTES if self.on_gpu else 0)),
-            (self._layers_name(keep), self.peak_layers(keep) * self.layer_bytes),
-            (_HEAD, self.weights.lm_head.num_bytes),
-            ("embeddings", self.embedding_bytes if embeddings_on_device else 0),
-            ("norms and rotation tables", norm_bytes + table_bytes),
-            (f"key-value cache, {self.ctx} slots", kv_cache_bytes(text, self.ctx, self.config.kv_dtype)),
-            (f"work buffers, {chunk} rows", self.work_bytes(chunk)),
-            ("prompt rows kept for their logits", 4 * self.num_prompt * text.hidden_size * self.collects_logits),
-            *self.held,
-        ]
-
-    def _layers_name(self, keep: int) -> str:
-        return f"weights of {self.peak_layers(keep)} of {self.text.num_layers} layers at the peak"
-
-    def peak_layers(self, keep: int) -> int:
-        window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
-        return window.peak_layers if window else self.text.num_layers
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.held)
-
-    @property
-    def layer_bytes(self) -> int:
-        return max(layout.num_bytes for layout in self.weights.layers)
-
-    @property
-    def _bytes_per_weight(self) -> float:
-        layer = max(self.weights.layers, key=lambda layout: layout.num_bytes)
-        matrices = (entry.geometry for entry in layer.entries)
-        return layer.num_bytes / sum(matrix.num_inputs * matrix.num_outputs for matrix in matrices)
-
-    def weight_bytes(self, keep: int) -> int:
-        return self.peak_layers(keep) * self.layer_bytes + self.weights.lm_head.num_bytes
-
-    def load_bytes(self, keep: int) -> int:
-        """The peak while weights load: everything packed so far, or one slab, beside the loader's scratch."""
-        whole = keep == 0 and not self.config.lazy
-        slabs = [layout.num_bytes for layout in self.weights.layouts]
-        scratch = LOADER_BYTES if self.on_gpu else 0
-        return self.memory.context_bytes + self.held_bytes + (sum(slabs) if whole else max(slabs)) + scratch
-
-    def _rows_a_pass(self, chunk: int) -> int:
-        if not self.on_gpu:
-            # The CPU's float32 products round differently in passes of different length: one length for every window.
-            chunk = passes.CPU_CHUNK
-        return max(1, min(self.config.prefill_chunk or chunk, self.num_prompt))
-
     def _hiding_chunk(self, keep: int) -> int:
         """Rows a pass for which room is kept before layers."""
         window = make_window(self.config.policy, self.text.num_layers, keep, self.config.prefetch)
         if window is None:
             return passes.RESIDENT_CHUNK
         share = window.uploads_per_token / self.text.num_layers
-        return passes.hiding_chunk(self.num_prompt, share, self._bytes_per_weight)
+        return passes.hiding_chunk(self.num_prompt, share, self.bytes_per_weight)
 
     def _longest_chunk(self, keep: int) -> int:
         """Of the lengths tried, the most for which there is room; the most of all where the length is given."""
         most = passes.MOST_RESIDENT_CHUNK if keep == 0 else passes.MOST_WINDOW_CHUNK
         fitting = (chunk for chunk in passes.lengths(most) if self.fits(keep, chunk))
         return next(fitting, passes.LEAST_CHUNK)
-
-    def work_bytes(self, chunk: int) -> int:
-        text = self.text
-        splits = min(chunk, 8) * text.num_heads * -(-self.ctx // 256) * (text.head_dim + 2) * 4
-        attention = splits + chunk * text.q_size * 4 + 4 * text.num_kv_heads
-        return workspace_bytes(text, self.weights, chunk, self.config.quant is not Quant.NONE) + attention
 
     def _short_passes(self, keep: int, chunk: int) -> str:
         taken = f"the {self.num_prompt} tokens of the prompt take {-(-self.num_prompt // chunk)} passes of {chunk} rows"
@@ -365,7 +239,7 @@ class _Planner:
         if self.weight_bytes(1) > self.cache_budget_bytes and self.config.cache_budget is not None:
             enough.append(f"--cache-budget {enough_size(self.weight_bytes(1))}")
         if self.breaks_budget(1):
-            rows = [row for row in rows if row[0] in (self._layers_name(1), _HEAD)]
+            rows = [row for row in rows if row[0] in (self.layers_name(1), HEAD)]
         elif self.load_bytes(1) > sum(num_bytes for _, num_bytes in rows):
             slab_bytes = max(layout.num_bytes for layout in self.weights.layouts)
             rows = [rows[0], ("the largest part while it loads", slab_bytes), ("its scratch", LOADER_BYTES), *self.held]
@@ -403,7 +277,7 @@ class _Planner:
             case "--prefetch":
                 return range(self.config.prefetch)
             case "--prefill-chunk":
-                return range(1, self._rows_a_pass(passes.LEAST_CHUNK))
+                return range(1, self.rows_a_pass(passes.LEAST_CHUNK))
             case _:
                 raise InternalError(f"what a smaller {flag} takes is not known")
 
@@ -425,7 +299,7 @@ class _Planner:
 
     def _fits_in_four_bits(self) -> bool:
         """Whether one layer would fit if every weight took as many bytes as in q4_0."""
-        share = Q4_0_BYTES / self._bytes_per_weight
+        share = Q4_0_BYTES / self.bytes_per_weight
         weight_bytes = int(self.weight_bytes(1) * share)
         total_bytes = sum(b for _, b in self.rows(1, passes.LEAST_CHUNK, False)) - self.weight_bytes(1) + weight_bytes
         slab_bytes = max(layout.num_bytes for layout in self.weights.layouts)

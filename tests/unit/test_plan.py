@@ -13,13 +13,8 @@ from kestrel_cuda.config import KvDtype, ModelConfig, Quant
 from kestrel_cuda.errors import DeviceError, SettingError
 from kestrel_cuda.model.kv_cache import kv_cache_bytes
 from kestrel_cuda.model.weights import plan_weights
-from kestrel_cuda.plan import (
-    FREE_MARGIN_BYTES,
-    GRAPH_BYTES,
-    DoesNotFit,
-    Flags,
-    seeds_budget_bytes,
-)
+from kestrel_cuda.plan import DoesNotFit, Flags
+from kestrel_cuda.plan_sizes import FREE_MARGIN_BYTES, GRAPH_BYTES, seeds_budget_bytes
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.sizes import enough_size, format_size
 from tests.plans import DRIVER_BYTES, EMBEDDING_BYTES, GIB, MIB, TEXT, L, layer_bytes, plan, row
