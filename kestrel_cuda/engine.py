@@ -219,6 +219,7 @@ class Engine:
         )
         self._sequence = DeviceSequence(backend, model.text, ctx)
         backend.synchronize()
+        self.checkpoint.check_unchanged()
         self._load_ms = (time.perf_counter() - started) * 1e3
         return LoadReport(
             **vars(report) | {"warnings": tuple(warnings)},
@@ -365,6 +366,9 @@ class Engine:
             num_ids=min(self.tokenizer.size, self.checkpoint.config.text.vocab_size),
             vocab_size=self.checkpoint.config.text.vocab_size,
             prefill_chunk=self.plan.prefill_chunk,
+            # Rows of a table in host memory are read from its file for every token, as is all that the CPU backend has.
+            reads_file=self._embed_host_bytes > 0 or self.backend.name == "cpu",
+            checkpoint=self.checkpoint,
             # Slabs that are freed are not met again.
             captures_layers=self._evict is Evict.POOL,
             stream=TextStream(self.tokenizer),

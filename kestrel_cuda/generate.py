@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.inputs.tokenizer import TextStream
 from kestrel_cuda.model.prompt_positions import VisualSpan, position_delta, prompt_positions
@@ -51,6 +52,8 @@ class Generation:
         vocab_size: int,
         prefill_chunk: int,
         captures_layers: bool,
+        checkpoint: Checkpoint,
+        reads_file: bool,
         stream: TextStream,
         logits: LogitsWish = "none",
         load_ms: float = 0.0,
@@ -68,6 +71,7 @@ class Generation:
         self._num_ids, self._vocab_size = num_ids, vocab_size
         self._chunk = prefill_chunk
         self._captures_layers = captures_layers
+        self._checkpoint, self._reads_file = checkpoint, reads_file
         self._stream = stream
         self._logits = logits
         self._load_ms, self._embed_host_bytes = load_ms, embed_host_bytes
@@ -98,7 +102,8 @@ class Generation:
     def __iter__(self) -> Iterator[Token]:
         """Tokens as they are chosen.
 
-        Raises InternalError when no logit is a number, CheckpointError when that comes from the features of pictures.
+        Raises InternalError when no logit is a number, CheckpointError when that comes from the features of pictures,
+        or, after the last token, when a file that was read for every one is not what it was.
         """
         before, hidden_sk = self._prefill()
         chosen = self._read_chosen()
@@ -119,6 +124,8 @@ class Generation:
             now = later
             self._collect_step(self._step_logits_row())
             yield self._take(chosen, self._decode_ms[-1])
+        if self._reads_file:
+            self._checkpoint.check_unchanged()
 
     def interrupt(self) -> None:
         """Stop here: the device finishes what it has been given, and the report says "interrupt"."""

@@ -39,6 +39,8 @@ KNOWN_KEYS = (
 )
 
 
+MOST_PROFILE_BYTES = 1 << 20
+
 _MOST = 10**18 - 1
 
 
@@ -85,7 +87,11 @@ def _is_path(name: str) -> bool:
 
 def _read(name: str, path: Path) -> dict[str, object]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MOST_PROFILE_BYTES + 1)
+        if len(content) > MOST_PROFILE_BYTES:
+            raise SettingError(f"profile {name}: more than {MOST_PROFILE_BYTES >> 20} MiB; give a .toml file")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise SettingError(f"profile {name}: cannot be read: {error.strerror}; give a .toml file") from error
     except UnicodeDecodeError as error:

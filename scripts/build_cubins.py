@@ -10,14 +10,26 @@ import argparse
 from pathlib import Path
 
 from kestrel_cuda.kernels import library
+from scripts import arguments as kinds
+
+
+def architecture(text: str) -> int:
+    if text not in map(str, library.ARCHITECTURES):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(map(str, library.ARCHITECTURES))}")
+    return int(text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = kinds.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--arch", type=int, default=90, help="compute capability without the dot (default: 90)")
+    parser.add_argument(
+        "--arch", type=architecture, default=90, help="compute capability without the dot (default: 90)"
+    )
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{args.out} cannot be a folder: {error.strerror}; name one that can be written")
     for name in library.kernel_files():
         if library.FEATURE_ARCHITECTURES.get(name, args.arch) != args.arch:
             continue

@@ -30,8 +30,8 @@ ROUNDS, NEW_TOKENS = 5, 4
 def prefill(config: EngineConfig, num_prompt: int) -> tuple[LoadReport, ResidencyReport, list[float], float]:
     """What a load says, a run's residency, the milliseconds of warm prompts, and of plain copies over the link GB/s."""
     engine = Engine.open(config)
-    prompt = [100 + i % 1000 for i in range(num_prompt)]
     load = engine.load(num_prompt + NEW_TOKENS, num_prompt)
+    prompt = [100 + i % 1000 for i in range(num_prompt)]
     assert engine.backend is not None
     times_ms = []
     for _ in range(ROUNDS + 1):
@@ -56,7 +56,9 @@ def main() -> int:
     parser.add_argument("--vram", type=budgets, default="1500MiB,2GiB", help="budgets, comma-separated")
     parser.add_argument("--prompts", type=kinds.lengths, default="512,2048,8192", help="in tokens, comma-separated")
     parser.add_argument("--quant", type=kinds.quant, default=Quant.Q8_0)
-    parser.add_argument("--most", type=float, default=1.1, help="times the bound")
+    parser.add_argument(
+        "--most", type=kinds.number(1, 100, "a number from 1 to 100"), default=1.1, help="times the bound"
+    )
     arguments = parser.parse_args()
     try:
         return check(arguments)

@@ -23,6 +23,9 @@ BUILT_IN_QUESTION = "What is a residency window, in one sentence?"
 BUILT_IN_VISUAL_QUESTION = "What does this show?"
 _STDIN = Path("-")
 
+MOST_TEXT_BYTES = 64 << 20
+"""More than any context holds: 262,144 tokens of blanks are half of it."""
+
 
 @dataclass(frozen=True)
 class ChatPrompt:
@@ -119,7 +122,8 @@ def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:
     if file == _STDIN:
         return _stdin_text(stdin, say)
     try:
-        return decode(file.read_bytes(), shown_path(file))
+        with file.open("rb") as opened:
+            return decode(opened.read(MOST_TEXT_BYTES + 1), shown_path(file))
     except OSError as error:
         raise InputError(f"{shown_path(file)}: cannot be read: {error.strerror}; {_advice(error)}") from error
 
@@ -131,7 +135,7 @@ def _stdin_text(stdin: BinaryIO | None, say: Say) -> str:
     say("reading standard input")
     try:
         # A descriptor that does not block reads as None where nothing has come yet.
-        return decode(stdin.read() or b"", "standard input")
+        return decode(stdin.read(MOST_TEXT_BYTES + 1) or b"", "standard input")
     except OSError as error:
         raise InputError(
             f"standard input cannot be read: {error.strerror or error}; pipe text into it, or give the prompt in quotes"
@@ -141,8 +145,10 @@ def _stdin_text(stdin: BinaryIO | None, say: Say) -> str:
 def decode(data: bytes, source: str) -> str:
     """UTF-8 bytes as text, without a byte order mark and one final line end.
 
-    Raises InputError naming the offset of the first byte that is not UTF-8.
+    Raises InputError naming the offset of the first byte that is not UTF-8, and for more than MOST_TEXT_BYTES.
     """
+    if len(data) > MOST_TEXT_BYTES:
+        raise InputError(f"{source}: more than {MOST_TEXT_BYTES >> 20} MiB, which no context holds; give a text")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

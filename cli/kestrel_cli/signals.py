@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -43,12 +44,20 @@ class _Stop:
             raise Interrupted(number)
 
 
+def _say_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """As Python does, but for a second signal that had come before the first was seen to: one is enough."""
+    error = unraisable.exc_value
+    if not (isinstance(error, OSError) and str(error).endswith("ignored due to race condition")):
+        sys.__unraisablehook__(unraisable)
+
+
 # One, as the process has one handler for each signal.
 _stop = _Stop()
 
 
 def raise_on_first_signal() -> None:
     """Raise Interrupted on the first SIGINT or SIGTERM, and leave a second one to the system's default: the end."""
+    sys.unraisablehook = _say_unraisable
     for number in _STOPPING:
         # A shell starts background jobs with SIGINT ignored, and means it.
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -84,6 +84,15 @@ class Checkpoint:
             "damaged, fetch it again"
         )
 
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError when a file is another one than when it was opened, or gone: views would be of that."""
+        for stamp in self.files:
+            if FileStamp.of(stamp.path) != stamp:
+                raise CheckpointError(
+                    f"{shown_path(stamp.path)} changed while it was in use, so what was read of it may be of either; "
+                    "run again"
+                )
+
     def weight(self, key: WeightKey) -> RawTensor:
         """A view of one plain weight `[n, k]`; of the embedding for lm_head of a tied model."""
         return self.tensor(self.lm_head_name if key.projection is Projection.LM_HEAD else linear_name(key))

@@ -49,18 +49,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, added tokens in it taken as such: what Hugging Face gives."""
-        return list(self._full.encode(_checked(text)).ids)
+        return list(_cut(self._full, text).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` as text: no added token, special or not, is made from it."""
-        return list(self._plain.encode(_checked(text)).ids)
+        return list(_cut(self._plain, text).ids)
 
     def split(self, text: str) -> list[int | str]:
         """`text` cut at its added tokens: their ids, and the text between.
 
         The pieces through `encode_plain`, joined, are what `encode` gives.
         """
-        encoding = self._full.encode(_checked(text), add_special_tokens=False)
+        encoding = _cut(self._full, text, add_special_tokens=False)
         pieces: list[int | str] = []
         end = 0
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -116,10 +116,16 @@ def half_character(text: str) -> str | None:
     return None
 
 
-def _checked(text: str) -> str:
+def _cut(tokenizer: tokenizers.Tokenizer, text: str, **options: bool) -> tokenizers.Encoding:
     if found := half_character(text):
         raise InputError(f"the text is not valid Unicode ({found} is half a character); give it as UTF-8")
-    return text
+    try:
+        return tokenizer.encode(text, **options)
+    except BaseException as error:
+        # The library gives up on runs of millions of blanks by what is no Exception, and says so on standard error.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{len(text)} characters cannot be cut into tokens ({error}); give less text") from error
 
 
 _BYTES = byte_alphabet()

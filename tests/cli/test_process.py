@@ -164,6 +164,18 @@ app.main()
     assert done.returncode == (exit_code if when == "leaving" else 0)
 
 
+def test_two_signals_at_once_are_one() -> None:
+    """Whichever of them the program sees to first."""
+    process = start("run", "hi", "--json", "--quiet", **ENDLESS)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, 143, -signal.SIGINT, -signal.SIGTERM)
+    assert "Traceback" not in err
+    assert "race" not in err
+
+
 def test_the_way_to_the_handlers_is_short() -> None:
     script = (
         "import sys; before = set(sys.modules); import kestrel_cuda, kestrel_cli.app; print(*set(sys.modules) - before)"

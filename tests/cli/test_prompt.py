@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import pytest
 
+import kestrel_cli.prompt
 from kestrel_cli import options
 from kestrel_cli.prompt import BUILT_IN_QUESTION, ChatPrompt, IdsPrompt, Prompt, RawPrompt, decode, read_prompt
 from kestrel_cuda.errors import InputError
@@ -27,6 +28,19 @@ def prompt(flags: dict[str, str | bool], stdin: bytes | BinaryIO | None = None) 
 
 def user(text: str) -> ChatPrompt:
     return ChatPrompt([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("flags", [{"prompt_file": "FILE"}, {"messages": "FILE"}, {"prompt_file": "-"}])
+def test_more_than_any_context_holds_is_not_read(
+    flags: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that never ends, say."""
+    monkeypatch.setattr(kestrel_cli.prompt, "MOST_TEXT_BYTES", 1 << 20)
+    endless = tmp_path / "endless"
+    endless.symlink_to("/dev/zero")
+    named = {name: str(endless) if value == "FILE" else value for name, value in flags.items()}
+    with Path("/dev/zero").open("rb") as stdin, pytest.raises(InputError, match=r": more than 1 MiB, which no context"):
+        prompt(named, stdin)
 
 
 @pytest.mark.parametrize("text", ["", " ", "hi\n", "\ufeffhi", "你好 👍", "<|im_end|>"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,31 @@ class TestWhatIsSaidBeforeLoading:
         assert not self.planned(TINY, keep=0)[0].warnings
         monkeypatch.setattr(kestrel_cuda.engine, "available_bytes", lambda: None)
         assert not self.planned(TINY, keep=2)[0].warnings
+
+
+class TestACheckpointThatChanges:
+    """What is mapped is read again for every token: an answer over two files is no answer."""
+
+    @staticmethod
+    def engine(tmp_path: Path, **config: Any) -> tuple[Engine, Path]:
+        copy(TINY, tmp_path / "model")
+        (file,) = (tmp_path / "model").glob("*.safetensors")
+        return Engine.open(EngineConfig(model=tmp_path / "model", backend="cpu", **config)), file
+
+    def test_while_it_answers(self, tmp_path: Path) -> None:
+        engine, file = self.engine(tmp_path)
+        engine.load(40, len(PROMPT))
+        tokens = iter(engine.generate(PROMPT, 4, ignore_eos=True))
+        assert next(tokens).step == 0
+        os.utime(file, ns=(1, 1))
+        assert [next(tokens).step for _ in range(3)] == [1, 2, 3], "what was chosen is still told"
+        with pytest.raises(CheckpointError, match=r"model\.safetensors changed while it was in use, .*; run again$"):
+            next(tokens)
+        engine.close()
+
+    def test_before_it_is_loaded(self, tmp_path: Path) -> None:
+        engine, file = self.engine(tmp_path)
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(CheckpointError, match="changed while it was in use"):
+            engine.load(40, len(PROMPT))
+        engine.close()

@@ -53,6 +53,12 @@ def test_a_file_is_read_from_where_it_lies(tmp_path: Path) -> None:
     assert load_profile(str(file)).values == {"keep": "4", "quant": "q4_0", "lazy": True}
 
 
+def test_a_file_that_never_ends_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "endless.toml").symlink_to("/dev/zero")
+    with pytest.raises(SettingError, match=r"endless\.toml: more than 1 MiB; give a \.toml file$"):
+        load_profile(str(tmp_path / "endless.toml"))
+
+
 def test_a_name_is_looked_up_in_its_folder_only(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("keep = 4", encoding="utf-8")
     assert load_profile("mine", tmp_path).values == {"keep": "4"}

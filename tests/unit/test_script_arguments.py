@@ -11,6 +11,7 @@ import pytest
 
 from kestrel_cuda.config import Quant
 from scripts import arguments as kinds
+from scripts.build_cubins import architecture
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ from scripts import arguments as kinds
         (kinds.number(0, math.inf, "a number"), "inf", math.inf),
         (kinds.quant, "q4_0", Quant.Q4_0),
         (kinds.size, "1600MiB", 1600 << 20),
+        (kinds.lengths, "64,8192", [64, 8192]),
+        (architecture, "120", 120),
     ],
 )
 def test_values(kind: Callable[[str], object], text: str, value: object) -> None:
@@ -40,6 +43,8 @@ def test_values(kind: Callable[[str], object], text: str, value: object) -> None
         (kinds.number(0, math.inf, "a number of minutes"), "x", "'x' is not a number of minutes"),
         (kinds.number(0.5, 1, "a share"), "1.01", "'1.01' is not a share"),
         (kinds.quant, "Q8", "'Q8' is none of q8_0, q4_0, g256, none"),
+        (kinds.lengths, "64,,8", "'' is not a whole number of at least 1"),
+        (architecture, "91", "'91' is none of 80, 86, 89, 90, 120"),
         (kinds.size, "foo", "'foo' is not a size; write a number with a unit, like 6GiB or 500MB"),
         (kinds.size, "9999999TiB", "'9999999TiB' is a size which is over 8 EiB"),
     ],

@@ -7,11 +7,12 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from kestrel_cuda.errors import CheckpointError, InputError
+from kestrel_cuda.inputs import tokenizer as tokenizer_module
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from tests import checkpoints
 from tests.checkpoints import edit_json
@@ -227,3 +228,23 @@ def test_an_end_token_that_is_no_token_is_named(directory: Path) -> None:
         Tokenizer.load(directory)
     edit_json(directory / "tokenizer_config.json", {"eos_token": None})
     assert Tokenizer.load(directory).eos_ids == ()
+
+
+def test_what_the_library_gives_up_on_is_refused() -> None:
+    """It panics on runs of ten million blanks, by what is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    class GivesUp:
+        def encode(self, text: str, **_: bool) -> NoReturn:
+            raise PanicException("retry-limit-in-match over")
+
+    class Stopped(GivesUp):
+        def encode(self, text: str, **_: bool) -> NoReturn:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InputError, match=r"^3 characters cannot be cut into tokens \(retry-limit.*; give less text$"):
+        tokenizer_module._cut(GivesUp(), "   ")  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer_module._cut(Stopped(), "   ")  # type: ignore[arg-type]
