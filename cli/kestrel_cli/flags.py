@@ -205,7 +205,7 @@ PrefillChunk = Annotated[
     ),
 ]
 
-Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Picture files.")]
+Files = Annotated[list[str] | None, typer.Argument(metavar="FILE", help="Picture files.")]
 MinPixels = Annotated[
     str | None,
     typer.Option("--min-pixels", metavar="N", help="Smaller pictures are enlarged to it.  [default: the checkpoint's]"),

@@ -1,9 +1,10 @@
-"""The command `inspect`: what a checkpoint makes of pictures, one after the other. Knows no picture format."""
+"""The command `inspect`: what a checkpoint makes of pictures and videos, one after the other. Knows no format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,11 +20,14 @@ from kestrel_cuda.sizes import format_size
 if TYPE_CHECKING:
     from kestrel_cuda.encode import EncodeCost
     from kestrel_cuda.inputs.inspection import Inspection
+    from kestrel_cuda.inputs.visuals import OpenedVideo
 
 
 def inspect(
     context: typer.Context,
-    files: flags.Files,
+    files: flags.Files = None,
+    video: flags.Video = None,
+    fps: flags.Fps = None,
     model: flags.Model = None,
     min_pixels: flags.MinPixels = None,
     max_pixels: flags.MaxPixels = None,
@@ -33,12 +37,13 @@ def inspect(
     quiet: flags.Quiet = False,
     debug: flags.Debug = False,
 ) -> flags.Invocation:
-    """Say what pictures become.
+    """Say what pictures and videos become.
 
-    For each: its size, what is done to it (orientation, transparency), its size after the resize, its grid of patches,
-    its tokens, the limit that would halve them, and what encoding it takes. Loads no weights.
+    For each: its size, what is done to it (orientation, transparency, frames taken), its size after the resize, its
+    grid of patches, its tokens, the limit that would halve those of a picture, and what encoding it takes. Loads no
+    weights.
     """
-    return flags.Invocation(partial(look, tuple(files)), flags.given(context.params))
+    return flags.Invocation(partial(look, tuple(files or ())), flags.given(context.params))
 
 
 def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str], output: Output) -> None:
@@ -47,10 +52,12 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
         from kestrel_cli.render import Screen
         from kestrel_cuda.encode import encode_cost
         from kestrel_cuda.inputs.image_size import with_limits
-        from kestrel_cuda.inputs.inspection import inspect_picture, picture_rules
+        from kestrel_cuda.inputs.inspection import inspect_picture, inspect_video, picture_rules
 
     paths = [_path(file) for file in files]
     settings = options.settle(options.INSPECT, given, variables)
+    if not paths and not settings[options.VIDEO]:
+        raise SettingError("nothing to inspect: give a picture's FILE, or --video FILE|DIR")
     screen = Screen(settings[options.QUIET], variables)
     screen.settings(settings)
     heard = Heard(screen, settings)
@@ -69,7 +76,13 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
         inspections.append(inspect_picture(file, rules))
         costs.append(encode_cost(vision, inspections[-1].size.grid_thw))
         output.text(_lines(inspections[-1], rules, costs[-1]))
-    output.result(inspect_result(inspections, costs, settings, heard))
+    videos = []
+    for file in settings[options.VIDEO]:
+        video = inspect_video(file, settings[options.FPS], settings[options.MODEL])
+        heard.add(video.notes, video.warnings)
+        videos.append((video.facts(), encode_cost(vision, video.size.grid_thw)))
+        output.text(_video_lines(video, videos[-1][1]))
+    output.result(inspect_result(inspections, costs, videos, settings, heard))
 
 
 def _path(file: str) -> str:
@@ -94,7 +107,27 @@ def _lines(inspection: Inspection, rules: ImageProcessorConfig, cost: EncodeCost
     return (
         f"{escape_controls(inspection.path)}: {inspection.height} x {inspection.width} (height x width)"
         f"{escape_controls(done)}\n"
-        f"  resized to {size.height} x {size.width}, grid {grid}, {tokens}; {limit}\n"
+        f"  resized to {size.height} x {size.width}, grid {grid}, {tokens}; {limit}\n{_cost_line(cost)}"
+    )
+
+
+def _video_lines(opened: OpenedVideo, cost: EncodeCost) -> str:
+    video, size = opened.video, opened.size
+    pairs = size.grid_thw[0]
+    grid = " x ".join(map(str, size.grid_thw))
+    fewer = "" if Path(str(opened.path)).is_dir() else "; a lower --fps takes fewer frames"
+    frames = "1 frame" if len(video.indices) == 1 else f"{len(video.indices)} frames"
+    return (
+        f"{escape_controls(str(opened.path))}: {frames} of {video.height} x {video.width} (height x width), "
+        f"{video.taken_fps:g} a second\n"
+        f"  resized to {size.height} x {size.width}, grid {grid}, {size.num_tokens} tokens, "
+        f"{size.num_tokens // pairs} for each of {pairs} times{fewer}\n"
+        f"{_cost_line(cost)}"
+    )
+
+
+def _cost_line(cost: EncodeCost) -> str:
+    return (
         f"  encoding takes {_operations(cost.flops)}, about {cost.h200_ms:.0f} ms on an H200, and "
         f"{format_size(cost.device_bytes)} of a GPU: tower {format_size(cost.tower_bytes)}, buffers "
         f"{format_size(cost.buffer_bytes)}, features {format_size(cost.feature_bytes)}\n"

@@ -223,7 +223,7 @@ RUN: tuple[Setting[Any], ...] = (
     *_OUTPUT,
 )
 SELFTEST: tuple[Setting[Any], ...] = (*_EVERYWHERE, *_OUTPUT)
-INSPECT: tuple[Setting[Any], ...] = (PROFILE, MODEL, *_LIMITS, *_OUTPUT)
+INSPECT: tuple[Setting[Any], ...] = (PROFILE, MODEL, VIDEO, FPS, *_LIMITS, *_OUTPUT)
 _BENCH = (*_EVERYWHERE, STRIP_CACHE, POLICY, PREFETCH, EVICT, PROMPT_TOKENS, NEW_TOKENS, ROUNDS, SWEEP_KEEP)
 _OF_A_SWEEP: tuple[Setting[Any], ...] = (KEEPS, POLICIES, EVICTS)
 BENCH_ONE: tuple[Setting[Any], ...] = (*_BENCH, KEEP, *_OUTPUT)

@@ -76,9 +76,13 @@ def bench_result(report: BenchReport, settings: Settings, heard: Heard) -> dict[
 
 
 def inspect_result(
-    inspections: Sequence[Inspection], costs: Sequence[EncodeCost], settings: Settings, heard: Heard
+    inspections: Sequence[Inspection],
+    costs: Sequence[EncodeCost],
+    videos: Sequence[tuple[dict[str, object], EncodeCost]],
+    settings: Settings,
+    heard: Heard,
 ) -> dict[str, object]:
-    """What pictures become, in plain JSON types; sizes are [height, width], `half` is null where no limit halves."""
+    """What pictures and videos become, in plain JSON types; sizes are [height, width], `half` null for want of one."""
     return {
         "version": __version__,
         "model": str(settings[options.MODEL]),
@@ -90,15 +94,20 @@ def inspect_result(
                 "grid": list(inspection.size.grid_thw),
                 "tokens": inspection.size.num_tokens,
                 "half": None if inspection.half is None else asdict(inspection.half),
-                "cost": {
-                    **asdict(cost),
-                    "device_bytes": cost.device_bytes,
-                    "estimated_h200_ms": round(cost.h200_ms, 1),
-                },
+                "cost": _cost(cost),
                 "notes": list(inspection.notes),
             }
             for inspection, cost in zip(inspections, costs, strict=True)
         ],
+        "videos": [{**facts, "cost": _cost(cost)} for facts, cost in videos],
         "settings": settings.as_json(),
         **heard.as_json(),
+    }
+
+
+def _cost(cost: EncodeCost) -> dict[str, object]:
+    return {
+        **asdict(cost),
+        "device_bytes": cost.device_bytes,
+        "estimated_h200_ms": round(cost.h200_ms, 1),
     }

@@ -100,13 +100,12 @@ class Visuals:
         videos: list[dict[str, object]] = []
         for visual in self.opened:
             size = visual.size
-            became = {"resized": [size.height, size.width], "grid": list(size.grid_thw), "tokens": size.num_tokens}
             if visual.kind == "image":
-                images.append({"path": visual.path, "orig": [visual.picture.height, visual.picture.width], **became})
+                orig = [visual.picture.height, visual.picture.width]
+                became = {"resized": [size.height, size.width], "grid": list(size.grid_thw), "tokens": size.num_tokens}
+                images.append({"path": visual.path, "orig": orig, **became})
             else:
-                video = visual.video
-                taken = {"frames": len(video.indices), "fps": video.taken_fps, "orig": [video.height, video.width]}
-                videos.append({"path": visual.path, **taken, **became, "timestamps": list(visual.seconds)})
+                videos.append(visual.facts())
         return {"images": images, "videos": videos, "vision_ms": self.time_ms if self.opened else None}
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint makes of a picture, found out without its weights. Resizes nothing."""
+"""What a checkpoint makes of a picture or a video, found out without its weights. Resizes nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from kestrel_cuda.checkpoint.processor_json import check_processor, read_image_p
 from kestrel_cuda.config import ImageProcessorConfig, VisionConfig
 from kestrel_cuda.inputs.image_size import ImageSize, halving_tokens, image_size
 from kestrel_cuda.inputs.pictures import open_picture
+from kestrel_cuda.inputs.visual_source import VisualSource
+from kestrel_cuda.inputs.visuals import OpenedVideo, VisualLimits, open_visuals
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,17 @@ def inspect_picture(path: str, rules: ImageProcessorConfig) -> Inspection:
     height, width = picture.height, picture.width
     size = image_size(height, width, rules, picture.path)
     return Inspection(picture.path, height, width, picture.notes, size, _half(height, width, rules))
+
+
+def inspect_video(path: str, fps: float | None, directory: Path) -> OpenedVideo:
+    """Look through a video file, or open a folder of frames, by the rules of the checkpoint in `directory`.
+
+    Raises InputError as a run would, and CheckpointError where the checkpoint takes no videos.
+    """
+    model = read_config(directory / "config.json")
+    (opened,) = open_visuals([VisualSource("video", path)], VisualLimits(fps=fps), directory, model)
+    assert isinstance(opened, OpenedVideo)
+    return opened
 
 
 def _half(height: int, width: int, rules: ImageProcessorConfig) -> Half | None:

@@ -98,6 +98,20 @@ class OpenedVideo:
     def placeholder(self) -> Placeholder:
         return Placeholder("video", self.size.num_tokens // self.size.grid_thw[0], self.seconds)
 
+    def facts(self) -> dict[str, object]:
+        """What it is and what it becomes, in plain JSON types; sizes are [height, width]."""
+        video, size = self.video, self.size
+        return {
+            "path": self.path,
+            "frames": len(video.indices),
+            "fps": video.taken_fps,
+            "orig": [video.height, video.width],
+            "resized": [size.height, size.width],
+            "grid": list(size.grid_thw),
+            "tokens": size.num_tokens,
+            "timestamps": list(self.seconds),
+        }
+
     def pixels(self) -> PixelCodes:
         """Its patches, a row each, frame pair after frame pair."""
         with naming_file(_name(self.path), FEWER_FRAMES):

@@ -79,7 +79,7 @@ def test_json_is_one_object(inspect: Inspect, released: Path, tmp_path: Path) ->
     exit_code, out, err = inspect(path, path, "-m", released, "--json", "--quiet")
     assert (exit_code, err) == (0, "")
     result = json.loads(out)
-    assert set(result) == {"version", "model", "images", "settings", "notes", "warnings"}
+    assert set(result) == {"version", "model", "images", "videos", "settings", "notes", "warnings"}
     assert result["images"] == [result["images"][0]] * 2
     assert result["images"][0] == {
         "path": str(path),
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_takes_no_pictures(inspect: Inspect, released: Path, t
 def test_a_file_has_to_be_named(inspect: Inspect) -> None:
     exit_code, out, err = inspect()
     assert (exit_code, out) == (2, "")
-    assert err == "kestrel-cuda: Missing argument 'FILE'; see kestrel-cuda inspect --help\n"
+    assert err == "kestrel-cuda: nothing to inspect: give a picture's FILE, or --video FILE|DIR\n"
 
 
 def test_paths_are_read_as_those_of_a_run_are(
@@ -248,3 +248,56 @@ def test_names_with_control_characters_stay_on_their_line(inspect: Inspect, tmp_
     out = inspect(picture(tmp_path / "a\n\x1b[31m.png", 64, 64))[1]
     assert out.count("\n") == 3
     assert "\x1b" not in out
+
+
+class TestVideos:
+    """What a run would make of them, in the words of its JSON."""
+
+    @pytest.fixture
+    def clip(self, tmp_path: Path) -> Path:
+        (tmp_path / "clip").mkdir()
+        for number in range(5):
+            picture(tmp_path / "clip" / f"{number}.png", 120, 200)
+        return tmp_path / "clip"
+
+    def test_a_folder_of_frames(self, inspect: Inspect, clip: Path) -> None:
+        exit_code, out, err = inspect("--video", clip, "--fps", 2, "--quiet")
+        assert (exit_code, err) == (0, "")
+        head, became, cost = out.splitlines()
+        assert head == f"{clip}: 5 frames of 120 x 200 (height x width), 2 a second"
+        assert became == "  resized to 128 x 192, grid 3 x 8 x 12, 72 tokens, 24 for each of 3 times"
+        assert cost.startswith("  encoding takes 1.45 GFLOP, about ")
+
+    def test_json_has_what_a_run_has(self, inspect: Inspect, clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        flags = ["--video", str(clip), "--fps", "1", "--json", "--quiet"]
+        exit_code, out, _ = inspect(picture(clip.parent / "a.png", 64, 64), *flags)
+        assert exit_code == 0
+        result = json.loads(out)
+        assert len(result["images"]) == 1
+        (video,) = result["videos"]
+        assert video.pop("cost")["flops"] > 10**9
+        assert program.execute(["run", "hi", "-n", "1", *flags], {}) == 0
+        assert json.loads(capsys.readouterr().out)["videos"] == [video]
+
+    def test_a_video_file(self, inspect: Inspect, tmp_path: Path) -> None:
+        av = pytest.importorskip("av", reason="PyAV is not installed", exc_type=ImportError)
+        path = tmp_path / "a.avi"
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("png", rate=4)
+            stream.height = stream.width = 64
+            stream.pix_fmt = "rgb24"
+            for number in range(8):
+                image = Image.new("RGB", (64, 64), (9 * number, 0, 0))
+                container.mux(stream.encode(av.VideoFrame.from_image(image)))
+            container.mux(stream.encode())
+        exit_code, out, _ = inspect("--video", path, "--fps", 2, "--quiet")
+        assert exit_code == 0
+        assert out.startswith(f"{path}: 4 frames of 64 x 64 (height x width), 2 a second\n")
+        assert "for each of 2 times; a lower --fps takes fewer frames\n" in out
+
+    def test_what_cannot_be_read_is_refused(self, inspect: Inspect, tmp_path: Path, released: Path, clip: Path) -> None:
+        assert inspect("--video", tmp_path / "none.mp4", "--quiet")[0] == 2
+        (released / "video_preprocessor_config.json").unlink()
+        exit_code, _, err = inspect("--video", clip, "-m", released, "--quiet")
+        assert exit_code == 2
+        assert "video_preprocessor_config.json" in err
