@@ -145,13 +145,13 @@ def main() -> int:
     parser.add_argument("checkpoints", type=Path, nargs="+")
     parser.add_argument("--vram", type=budgets, default=f"{NO_BUDGET},3GiB,1600MiB", help="budgets, comma-separated")
     parser.add_argument("--picture", type=patches, metavar="ROWSxCOLUMNS", help="encode a picture of so many patches")
-    parser.add_argument("--setting", help=argparse.SUPPRESS)
+    parser.add_argument("--setting", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.setting:
-        print(json.dumps(measure(arguments.checkpoints[0], json.loads(arguments.setting))))
-        return 0
     asked = []
     try:
+        if arguments.setting:
+            print(json.dumps(measure(arguments.checkpoints[0], arguments.setting)))
+            return 0
         for checkpoint in arguments.checkpoints:
             vision = Engine.open(EngineConfig(model=checkpoint)).checkpoint.config.vision
             num_tokens = picture_tokens(checkpoint, vision, arguments.picture)

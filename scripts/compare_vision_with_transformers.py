@@ -10,7 +10,6 @@ the device.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import math
@@ -26,6 +25,7 @@ from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.config import EngineConfig, Grid, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.model.prompt_positions import Visual
+from scripts import arguments as kinds
 
 PICTURES: list[Grid] = [(1, 30, 40), (1, 16, 44), (1, 52, 20)]
 VIDEO: Grid = (3, 12, 18)
@@ -243,13 +243,15 @@ def grid_of(text: str) -> Grid:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = kinds.Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--accuracy", action="store_true")
     parser.add_argument("--limit", type=float, default=1e-6)
     parser.add_argument("--speed", nargs="*", type=grid_of, default=[], metavar="ROWSxCOLUMNS", help="of patches")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
+    if not arguments.accuracy and not arguments.speed:
+        parser.error("nothing to compare: give --accuracy, or --speed with sizes like 30x40")
     is_right = not arguments.accuracy or accuracy(arguments.checkpoint, arguments.limit)
     if arguments.speed:
         speed(arguments.checkpoint, arguments.speed, arguments.rounds)

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kestrel_cuda.checkpoint.files import printable
 from kestrel_cuda.config import EngineConfig, KvDtype, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import InternalError, KestrelError, SettingError
@@ -92,7 +94,7 @@ def compare(pairs: Iterable[tuple[ArrayLike, ArrayLike]]) -> QuantizationError:
 def goldens_of(checkpoint: Path) -> list[Golden]:
     """Every prompt that the reference answered with this checkpoint; empty where there is none."""
     found = []
-    folder = checkpoint.resolve().parents[1] / "golden" / checkpoint.resolve().name
+    folder = checkpoint.resolve().parent.parent / "golden" / checkpoint.resolve().name
     for path in sorted(path for kind in ("raw", "text") for path in folder.glob(f"{kind}-*.npz")):
         with np.load(path) as arrays:
             quantized = {quant: arrays[f"{quant}_logits"] for quant in Quant if f"{quant}_logits" in arrays}
@@ -132,10 +134,14 @@ def main() -> int:
     arguments = parser.parse_args()
     checkpoints = arguments.checkpoints or sorted((ORACLE / "checkpoints").iterdir())
     for checkpoint in checkpoints:
-        goldens = goldens_of(checkpoint)
+        try:
+            goldens = goldens_of(checkpoint)
+        except (OSError, ValueError, KeyError, BadZipFile) as damage:
+            parser.error(f"the goldens of {printable(str(checkpoint))} cannot be read ({damage}); fetch them again")
         if not goldens:
             if arguments.checkpoints:
-                parser.error(f"{checkpoint} has no goldens: ../../golden/{checkpoint.name}/{{text,raw}}-*.npz")
+                name = printable(checkpoint.resolve().name)
+                parser.error(f"{printable(str(checkpoint))} has no goldens: ../../golden/{name}/{{text,raw}}-*.npz")
             continue
         for quant, kv in product(arguments.quant or list(Quant), arguments.kv or [None]):
             config = EngineConfig(model=checkpoint, backend=arguments.backend, quant=quant, kv=kv)
