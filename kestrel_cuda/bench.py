@@ -197,7 +197,7 @@ def measure(
             on_progress,
             collects_logits=True,
             lowers_prefetch=False,
-            flags=Flags(keep_flag, _SMALLER, lays=keeps is None or len(keeps) > 1),
+            flags=Flags(keep_flag, _SMALLER, keeps is None or len(keeps) > 1, WARMUP_TOKENS + 2),
         )
         notes = list(load.notes)
         if keeps is None:

@@ -54,6 +54,7 @@ class Flags:
     keep: str | None = "--keep"
     smaller: tuple[str, ...] = ("--ctx", "--prefetch", "--prefill-chunk")
     lays: bool = False
+    least_new_tokens: int = 1
 
 
 RUN_FLAGS = Flags()
@@ -271,7 +272,7 @@ class _Planner(Sizes):
             case "--ctx":
                 return range(self.num_prompt + 1, self.ctx)
             case "--new-tokens":
-                return range(1, self.ctx - self.num_prompt)
+                return range(self.flags.least_new_tokens, self.ctx - self.num_prompt)
             case "--prompt-tokens":
                 return range(1, self.num_prompt)
             case "--prefetch":

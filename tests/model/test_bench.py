@@ -174,8 +174,10 @@ class TestWindows:
     def test_what_does_not_fit_is_said_in_the_words_of_a_bench(self, measure: Measure, backend_name: str) -> None:
         if backend_name == "cuda":
             pytest.skip("the driver's own memory is larger than this model")
-        with pytest.raises(DeviceError, match="a smaller --prompt-tokens, --new-tokens, --prefetch, --prefill-chunk"):
-            measure((1,), vram_bytes=1)
+        with pytest.raises(
+            DeviceError, match=r"; so would --prompt-tokens 4 or --prefetch 1 or --prefill-chunk 3 or --q"
+        ):
+            measure((1,), vram_bytes=400 << 10)
         with pytest.raises(DeviceError, match=r"--vram 600\.00 KiB; --keeps \d fits"):
             measure((12,), vram_bytes=600 << 10, keep_flag="--keeps")
 
