@@ -48,7 +48,8 @@ class Flags:
     """What the caller's messages call the settings that a plan may have to refuse.
 
     `keep` is the flag of the window; `smaller` are those that need less memory when they are less. A caller that `lays`
-    its own windows over what is loaded is told nothing of the one that was planned for.
+    its own windows over what is loaded is told nothing of the one that was planned for. `least_new_tokens` is the
+    fewest that it takes.
     """
 
     keep: str | None = "--keep"
