@@ -1,7 +1,8 @@
 """Writes small random Qwen3-VL checkpoints in the Hugging Face layout, for tests and as the start of a trained one.
 
-Needs NumPy alone. Each tensor is drawn from a generator seeded with (seed, tensor name), so a tensor does not depend
-on which others exist. Values are rounded to bfloat16 whatever dtype stores them: the same model in every dtype.
+Needs NumPy alone, and `PYTHONPATH=.` or an installed checkout. Each tensor is drawn from a generator seeded with (seed,
+tensor name), so a tensor does not depend on which others exist. Values are rounded to bfloat16 whatever dtype stores
+them: the same model in every dtype.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from scripts import arguments as kinds
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
@@ -96,6 +99,9 @@ def make_tiny_checkpoint(
     if edit is not None:
         edit(tensors)
     out_dir.mkdir(parents=True, exist_ok=True)
+    # An index left from before would name other files.
+    for stale in (*out_dir.glob("model*.safetensors"), *out_dir.glob("model.safetensors.index.json")):
+        stale.unlink()
     write_tensors(out_dir, tensors, model)
     write_json(out_dir / "config.json", config(model))
     for name in COPIED:
@@ -314,20 +320,24 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = kinds.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=kinds.whole(0), default=0)
     parser.add_argument("--t0", action="store_true", help="the tests' checkpoint of about 8 MB")
-    parser.add_argument("--chain", metavar="IDS", help="the tests' checkpoint, made to answer these ids: 72,105,33")
-    parser.add_argument("--layers", type=int, help="number of decoder layers")
+    parser.add_argument(
+        parser.add_argument(
+            "--chain", type=kinds.lengths, metavar="IDS", help="the tests' one that answers these ids: 72,105"
+        )
+    )
+    parser.add_argument("--layers", type=kinds.whole(1), help="number of decoder layers")
     parser.add_argument("--dtype", choices=sorted(STORED), help="how tensors are stored")
-    parser.add_argument("--shards", type=int, help="number of files")
+    parser.add_argument("--shards", type=kinds.whole(1), help="number of files")
     parser.add_argument("--untied", action="store_true", help="give lm_head its own tensor")
     parser.add_argument("--no-vision", action="store_true", help="leave the vision tower's tensors out")
     args = parser.parse_args()
 
     if args.chain:
-        make_chain(args.out, [int(token_id) for token_id in args.chain.split(",")])
+        make_chain(args.out, args.chain)
     else:
         overrides = {"num_layers": args.layers, "dtype": args.dtype, "num_shards": args.shards}
         overrides |= {"tied": False if args.untied else None, "with_vision": False if args.no_vision else None}

@@ -309,11 +309,11 @@ def unused_device(settings: Settings, backend: str) -> list[str]:
 
 def unused_window(settings: Settings, keep: int) -> list[str]:
     """A note on what somebody chose that this window, or there being none, has no use for."""
-    idle = (LAZY,) if keep else (POLICY, PREFETCH, EVICT)
+    idle = (LAZY,) if keep else (POLICY, POLICIES, PREFETCH, EVICT, EVICTS)
     why = (
         "a window uploads layers when they are used anyway" if keep else "every weight is resident, there is no window"
     )
-    chosen = [settings.label(setting) for setting in idle if settings.is_asked_for(setting)]
+    chosen = [settings.label(one) for one in idle if one in settings and settings.is_asked_for(one)]
     return [f"{', '.join(chosen)} changed nothing: {why}"] if chosen else []
 
 

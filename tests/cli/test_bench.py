@@ -170,6 +170,10 @@ class TestSwitches:
         assert json.loads(out)["notes"] == [
             "--policy changed nothing: every weight is resident, there is no window",
         ]
+        _, out, _ = bench("--json", "--sweep-keep", "--keeps", "off", "--policies", "pinned,both-sides")
+        assert json.loads(out)["notes"] == [
+            "--policies changed nothing: every weight is resident, there is no window",
+        ]
 
     def test_what_it_does_not_read_of_a_profile_is_said(self, bench: Bench, tmp_path: Path) -> None:
         file = tmp_path / "p.toml"

@@ -70,6 +70,13 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
             assert np.array_equal(values, whole[name])
 
 
+def test_what_was_written_before_is_gone(tmp_path: Path) -> None:
+    """An index would go on naming shards that nobody wrote this time."""
+    make_tiny_checkpoint(tmp_path, seed=1, num_shards=3)
+    make_tiny_checkpoint(tmp_path, seed=2)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
 def test_edit_sees_the_tensors_before_they_are_written(tmp_path: Path) -> None:
     def drop_and_zero(tensors: dict[str, np.ndarray]) -> None:
         del tensors["model.language_model.layers.2.self_attn.k_norm.weight"]
