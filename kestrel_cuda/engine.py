@@ -22,13 +22,12 @@ from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
 from kestrel_cuda.errors import DeviceError, InputError, InternalError
 from kestrel_cuda.generate import Generation, LogitsWish
-from kestrel_cuda.host_memory import available_bytes
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits, least_image_tokens
 from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
-from kestrel_cuda.load import WeightLoader, host_copy_bytes
+from kestrel_cuda.load import WeightLoader, host_copy_bytes, too_little_host_memory
 from kestrel_cuda.model.kv_cache import KvCache, check_kv_dtype, kv_cache_bytes
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from kestrel_cuda.model.sequence import DeviceSequence
@@ -238,14 +237,7 @@ class Engine:
         assert self.backend is not None
         assert self.plan is not None
         plan, text, config = self.plan, self.checkpoint.config.text, self.config
-        copy_bytes, warnings = host_copy_bytes(config, weights, window), []
-        available = available_bytes()
-        if available is not None and copy_bytes > available:
-            fewer = "with a smaller --host-keep" if config.host_keep else "with --strip-cache DIR --host-keep N"
-            warnings.append(
-                f"the weights to upload take {format_size(copy_bytes)} of host memory, where {format_size(available)} "
-                f"are available: the system may move them to disk, or end this; free host memory, or hold fewer {fewer}"
-            )
+        copy_bytes = host_copy_bytes(config, weights, window)
         return PlanReport(
             backend=self.backend.name,
             device=self.backend.device_name,
@@ -258,7 +250,7 @@ class Engine:
             embeddings_on=plan.embeddings_on,
             planned_device_bytes=max(plan.total_bytes, self._encoder.peak_bytes if self._encoder else 0),
             host_copy_bytes=copy_bytes,
-            warnings=tuple(warnings),
+            warnings=tuple(too_little_host_memory(config, copy_bytes)),
         )
 
     def _map_table(

@@ -5,13 +5,14 @@ Says in `notes` where the weights came from when it was not the checkpoint, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kestrel_cuda.backends.base import Backend, PackedTensor, SourceMatrix
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.host_memory import available_bytes
 from kestrel_cuda.model.weights import DecoderWeights
 from kestrel_cuda.paths import shown_path
 from kestrel_cuda.quant.packed import SlabEntry
@@ -36,6 +37,18 @@ def host_copy_bytes(config: EngineConfig, weights: DecoderWeights, window: Resid
         num_held = min(config.host_keep, len(window.upload_cycle)) + RING_SLOTS
         return num_held * max(layout.num_bytes for layout in weights.layers)
     return sum(layout.num_bytes for layout in weights.layouts)
+
+
+def too_little_host_memory(config: EngineConfig, copy_bytes: int) -> Iterator[str]:
+    """A warning where the host has less than its copy takes."""
+    available = available_bytes()
+    if available is None or copy_bytes <= available:
+        return
+    fewer = "with a smaller --host-keep" if config.host_keep else "with --strip-cache DIR --host-keep N"
+    yield (
+        f"the weights to upload take {format_size(copy_bytes)} of host memory, where {format_size(available)} are "
+        f"available: the system may move them to disk, or end this; free host memory, or hold fewer {fewer}"
+    )
 
 
 def _streams(config: EngineConfig, window: ResidencyWindow | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kestrel_cuda.engine
+import kestrel_cuda.load
 from kestrel_cuda.backends.cpu import CpuBackend
 from kestrel_cuda.checkpoint.names import EMBEDDING
 from kestrel_cuda.config import EngineConfig, Policy, Quant
@@ -187,7 +187,7 @@ class TestWhatIsSaidBeforeLoading:
         assert 0 < few.host_copy_bytes < whole.host_copy_bytes
 
     def test_more_than_the_host_has(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(kestrel_cuda.engine, "available_bytes", lambda: 1000)
+        monkeypatch.setattr(kestrel_cuda.load, "available_bytes", lambda: 1000)
         plan, load = self.planned(TINY, keep=2)
         assert len(plan.warnings) == 1
         assert plan.warnings[0] in load.warnings
@@ -195,7 +195,7 @@ class TestWhatIsSaidBeforeLoading:
         assert "--strip-cache DIR --host-keep N" in plan.warnings[0]
         assert "a smaller --host-keep" in self.planned(TINY, keep=2, strip_cache=tmp_path, host_keep=9)[0].warnings[0]
         assert not self.planned(TINY, keep=0)[0].warnings
-        monkeypatch.setattr(kestrel_cuda.engine, "available_bytes", lambda: None)
+        monkeypatch.setattr(kestrel_cuda.load, "available_bytes", lambda: None)
         assert not self.planned(TINY, keep=2)[0].warnings
 
 
