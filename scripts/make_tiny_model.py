@@ -324,11 +324,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--seed", type=kinds.whole(0), default=0)
     parser.add_argument("--t0", action="store_true", help="the tests' checkpoint of about 8 MB")
-    parser.add_argument(
-        parser.add_argument(
-            "--chain", type=kinds.lengths, metavar="IDS", help="the tests' one that answers these ids: 72,105"
-        )
-    )
+    parser.add_argument("--chain", type=kinds.lengths, metavar="IDS", help="the tests' that answers these ids: 72,105")
     parser.add_argument("--layers", type=kinds.whole(1), help="number of decoder layers")
     parser.add_argument("--dtype", choices=sorted(STORED), help="how tensors are stored")
     parser.add_argument("--shards", type=kinds.whole(1), help="number of files")
