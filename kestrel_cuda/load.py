@@ -44,10 +44,14 @@ def too_little_host_memory(config: EngineConfig, copy_bytes: int) -> Iterator[st
     available = available_bytes()
     if available is None or copy_bytes <= available:
         return
-    fewer = "with a smaller --host-keep" if config.host_keep else "with --strip-cache DIR --host-keep N"
+    fewer = ""
+    if config.host_keep > 1:
+        fewer = ", or hold fewer with a smaller --host-keep"
+    elif not config.host_keep and not config.lazy:
+        fewer = ", or hold fewer with --strip-cache DIR --host-keep N"
     yield (
         f"the weights to upload take {format_size(copy_bytes)} of host memory, where {format_size(available)} are "
-        f"available: the system may move them to disk, or end this; free host memory, or hold fewer {fewer}"
+        f"available: the system may move them to disk, or end this; free host memory{fewer}"
     )
 
 

@@ -247,15 +247,22 @@ class _Planner(Sizes):
             rows = [rows[0], ("the largest part while it loads", slab_bytes), ("its scratch", LOADER_BYTES), *self.held]
         parts = ", ".join(f"{what} {format_size(b)}" for what, b in rows if b)
         message = f"{self.bound(1)} cannot hold even a window of one layer; {' with '.join(enough)} would ({parts})"
-        if self.config.keep not in (None, 1) and not self.breaks_budget(1):
-            asked = min(self.config.keep or 0, self.text.num_layers)
-            message += f", {self.flags.keep} {asked or 'off'} takes --vram {enough_size(self.needed_bytes(asked))}"
-        if alone := self._enough_alone():
-            message += f"; so would {' or '.join(alone)}"
+        alone = " or ".join(self._enough_alone())
+        if self._asked == 1:
+            message += f"; so would {alone}" if alone else ""
+        elif not self.breaks_budget(1):
+            named = f"{self.flags.keep} {self._asked or 'off'}"
+            message += f", {named} takes --vram {enough_size(self.needed_bytes(self._asked))}"
+            message += f" or {alone}" if alone else ""
         return _NothingFits(message, self.bound(1))
 
+    @property
+    def _asked(self) -> int:
+        """The window that was asked for, 0 for everything resident; one layer where none was."""
+        return 1 if self.config.keep is None else min(self.config.keep, self.text.num_layers)
+
     def _enough_alone(self) -> list[str]:
-        """Settings of which one, changed no more than it takes, lets a window of one layer fit."""
+        """Settings of which one, changed no more than it takes, lets the window that was asked for fit."""
         found = []
         for flag in self.flags.smaller:
             values = self._smaller(flag)
@@ -284,7 +291,7 @@ class _Planner(Sizes):
                 raise InternalError(f"what a smaller {flag} takes is not known")
 
     def _is_too_much(self, flag: str, value: int) -> bool:
-        return not self._with(flag, value).fits(1, passes.LEAST_CHUNK)
+        return not self._with(flag, value).fits(self._asked, passes.LEAST_CHUNK)
 
     def _with(self, flag: str, value: int) -> _Planner:
         match flag:
@@ -300,10 +307,11 @@ class _Planner(Sizes):
                 return replace(self, config=replace(self.config, prefill_chunk=value))
 
     def _fits_in_four_bits(self) -> bool:
-        """Whether one layer would fit if every weight took as many bytes as in q4_0."""
-        share = Q4_0_BYTES / self.bytes_per_weight
-        weight_bytes = int(self.weight_bytes(1) * share)
-        total_bytes = sum(b for _, b in self.rows(1, passes.LEAST_CHUNK, False)) - self.weight_bytes(1) + weight_bytes
-        slab_bytes = max(layout.num_bytes for layout in self.weights.layouts)
-        peak_bytes = max(total_bytes, self.load_bytes(1) - slab_bytes + int(slab_bytes * share))
+        """Whether that window would fit if every weight took as many bytes as in q4_0."""
+        keep, share = self._asked, Q4_0_BYTES / self.bytes_per_weight
+        weight_bytes = int(self.weight_bytes(keep) * share)
+        total_bytes = sum(b for _, b in self.rows(keep, passes.LEAST_CHUNK, False))
+        total_bytes += weight_bytes - self.weight_bytes(keep)
+        fixed_bytes = self.memory.context_bytes + self.held_bytes + (LOADER_BYTES if self.on_gpu else 0)
+        peak_bytes = max(total_bytes, fixed_bytes + int((self.load_bytes(keep) - fixed_bytes) * share))
         return peak_bytes <= self.total_bytes and weight_bytes <= self.cache_budget_bytes

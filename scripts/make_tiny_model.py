@@ -99,9 +99,6 @@ def make_tiny_checkpoint(
     if edit is not None:
         edit(tensors)
     out_dir.mkdir(parents=True, exist_ok=True)
-    # An index left from before would name other files.
-    for stale in (*out_dir.glob("model*.safetensors"), *out_dir.glob("model.safetensors.index.json")):
-        stale.unlink()
     write_tensors(out_dir, tensors, model)
     write_json(out_dir / "config.json", config(model))
     for name in COPIED:
@@ -331,6 +328,8 @@ def main() -> None:
     parser.add_argument("--untied", action="store_true", help="give lm_head its own tensor")
     parser.add_argument("--no-vision", action="store_true", help="leave the vision tower's tensors out")
     args = parser.parse_args()
+    if any(args.out.glob("*.safetensors")) or any(args.out.glob("*.safetensors.index.json")):
+        parser.error(f"{args.out} holds a checkpoint already; name another folder, or remove that one")
 
     if args.chain:
         make_chain(args.out, args.chain)

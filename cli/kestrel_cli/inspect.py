@@ -64,13 +64,15 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
     if settings.source(options.MODEL) == "default":
         heard.note("no --model given: sizes are those of the small embedded model, whose limits are low")
     with settings.naming_sources():
-        given_rules, vision = picture_rules(settings[options.MODEL])
-        rules = with_limits(
-            given_rules,
-            min_pixels=settings[options.MIN_PIXELS],
-            max_pixels=settings[options.MAX_PIXELS],
-            image_tokens=settings[options.IMAGE_TOKENS],
-        )
+        rules, vision = picture_rules(settings[options.MODEL])
+        if paths:
+            rules = with_limits(
+                rules,
+                min_pixels=settings[options.MIN_PIXELS],
+                max_pixels=settings[options.MAX_PIXELS],
+                image_tokens=settings[options.IMAGE_TOKENS],
+            )
+    heard.add(options.unused_inspect(settings, has_pictures=bool(paths)), ())
     inspections, costs = [], []
     for file in paths:
         inspections.append(inspect_picture(file, rules))
@@ -115,7 +117,8 @@ def _video_lines(opened: OpenedVideo, cost: EncodeCost) -> str:
     video, size = opened.video, opened.size
     pairs = size.grid_thw[0]
     grid = " x ".join(map(str, size.grid_thw))
-    fewer = "" if Path(str(opened.path)).is_dir() else "; a lower --fps takes fewer frames"
+    can_take_fewer = not Path(str(opened.path)).is_dir() and len(video.indices) > opened.rules.min_frames
+    fewer = "; a lower --fps takes fewer frames" if can_take_fewer else ""
     frames = "1 frame" if len(video.indices) == 1 else f"{len(video.indices)} frames"
     return (
         f"{escape_controls(str(opened.path))}: {frames} of {video.height} x {video.width} (height x width), "

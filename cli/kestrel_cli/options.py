@@ -317,6 +317,16 @@ def unused_window(settings: Settings, keep: int) -> list[str]:
     return [f"{', '.join(chosen)} changed nothing: {why}"] if chosen else []
 
 
+def unused_inspect(settings: Settings, *, has_pictures: bool) -> list[str]:
+    """Notes on what somebody chose that only pictures, or only videos, have a use for."""
+    notes = []
+    for idle, used, what in ((_LIMITS, has_pictures, "picture"), ((FPS,), bool(settings[VIDEO]), "video")):
+        chosen = [settings.label(setting) for setting in idle if settings.is_asked_for(setting)]
+        if chosen and not used:
+            notes.append(f"{', '.join(chosen)} changed nothing: there is no {what}")
+    return notes
+
+
 def selftest_config(settings: Settings) -> EngineConfig:
     """How to open the engine for what every command shares."""
     return EngineConfig(

@@ -286,14 +286,25 @@ class TestVideos:
             stream = container.add_stream("png", rate=4)
             stream.height = stream.width = 64
             stream.pix_fmt = "rgb24"
-            for number in range(8):
+            for number in range(16):
                 image = Image.new("RGB", (64, 64), (9 * number, 0, 0))
                 container.mux(stream.encode(av.VideoFrame.from_image(image)))
             container.mux(stream.encode())
         exit_code, out, _ = inspect("--video", path, "--fps", 2, "--quiet")
         assert exit_code == 0
-        assert out.startswith(f"{path}: 4 frames of 64 x 64 (height x width), 2 a second\n")
-        assert "for each of 2 times; a lower --fps takes fewer frames\n" in out
+        assert out.startswith(f"{path}: 8 frames of 64 x 64 (height x width), 2 a second\n")
+        assert "for each of 4 times; a lower --fps takes fewer frames\n" in out
+        _, fewest, _ = inspect("--video", path, "--fps", 0.5, "--quiet")
+        assert fewest.startswith(f"{path}: 4 frames")
+        assert "--fps" not in fewest, "no video has fewer"
+
+    def test_what_it_does_not_use_is_said(self, inspect: Inspect, clip: Path) -> None:
+        _, out, err = inspect("--video", clip, "--fps", 2, "--image-tokens", 1, "--min-pixels", 9, "--json")
+        said = "--min-pixels, --image-tokens changed nothing: there is no picture"
+        assert said in json.loads(out)["notes"]
+        assert said in err
+        _, out, _ = inspect(picture(clip.parent / "a.png", 64, 64), "--json", KESTREL_CUDA_FPS="3")
+        assert "KESTREL_CUDA_FPS changed nothing: there is no video" in json.loads(out)["notes"]
 
     def test_what_cannot_be_read_is_refused(self, inspect: Inspect, tmp_path: Path, released: Path, clip: Path) -> None:
         assert inspect("--video", tmp_path / "none.mp4", "--quiet")[0] == 2

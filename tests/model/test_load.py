@@ -194,6 +194,9 @@ class TestWhatIsSaidBeforeLoading:
         assert "1000 B are available" in plan.warnings[0]
         assert "--strip-cache DIR --host-keep N" in plan.warnings[0]
         assert "a smaller --host-keep" in self.planned(TINY, keep=2, strip_cache=tmp_path, host_keep=9)[0].warnings[0]
+        for options in ({"keep": 2, "strip_cache": tmp_path, "host_keep": 1}, {"keep": 0, "lazy": True}):
+            (warning,) = self.planned(TINY, **options)[0].warnings
+            assert warning.endswith("; free host memory"), "nothing else holds fewer"
         assert not self.planned(TINY, keep=0)[0].warnings
         monkeypatch.setattr(kestrel_cuda.load, "available_bytes", lambda: None)
         assert not self.planned(TINY, keep=2)[0].warnings

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import deserialize, safe_open
 
-from scripts.make_tiny_model import T0, make_chain, make_t0, make_tiny_checkpoint
+from scripts.make_tiny_model import T0, main, make_chain, make_t0, make_tiny_checkpoint
 
 TINY_RANDOM = Path(__file__).resolve().parents[1] / "data" / "tiny-random"
 HEAD, EMBED = "lm_head.weight", "model.language_model.embed_tokens.weight"
@@ -70,11 +71,18 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
             assert np.array_equal(values, whole[name])
 
 
-def test_what_was_written_before_is_gone(tmp_path: Path) -> None:
-    """An index would go on naming shards that nobody wrote this time."""
+def test_a_folder_that_holds_a_checkpoint_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An index would go on naming shards that nobody wrote this time, and the shards may be somebody's."""
     make_tiny_checkpoint(tmp_path, seed=1, num_shards=3)
-    make_tiny_checkpoint(tmp_path, seed=2)
-    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(sys, "argv", ["make", str(tmp_path), "--seed", "2"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path} holds a checkpoint already; name another folder, or ")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_edit_sees_the_tensors_before_they_are_written(tmp_path: Path) -> None:

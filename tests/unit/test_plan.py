@@ -234,6 +234,25 @@ def test_a_refusal_names_the_smallest_changes_that_would_do(given: dict[str, Any
                 plan(**given | {name: int(value) + 1}, lowers_prefetch=False)
 
 
+@pytest.mark.parametrize(("keep", "vram_mib"), [(0, 2700), (4, 2200), (27, 2700)])
+def test_what_would_do_is_said_of_the_window_that_was_asked_for(keep: int, vram_mib: int) -> None:
+    given = {"keep": keep, "ctx": 20_000, "num_prompt": 100, "vram_bytes": vram_mib * MIB}
+    with pytest.raises(DeviceError) as caught:
+        plan(**given)
+    found = re.search(
+        rf", --keep {keep or 'off'} takes --vram \d+MiB or --ctx (\d+)( or --quant q4_0)?$", str(caught.value)
+    )
+    assert found
+    assert plan(**given | {"ctx": int(found[1])}).keep == keep
+    with pytest.raises(DeviceError):
+        plan(**given | {"ctx": int(found[1]) + 1})
+    if found[2]:
+        assert plan(**given, quant=Quant.Q4_0).keep == keep
+    else:
+        with pytest.raises(DeviceError):
+            plan(**given, quant=Quant.Q4_0)
+
+
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_refusal_names_what_the_window_that_was_asked_for_takes(keep: int) -> None:
     with pytest.raises(DeviceError) as caught:
