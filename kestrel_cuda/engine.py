@@ -359,8 +359,7 @@ class Engine:
             vocab_size=self.checkpoint.config.text.vocab_size,
             prefill_chunk=self.plan.prefill_chunk,
             # Rows of a table in host memory are read from its file for every token, as is all that the CPU backend has.
-            reads_file=self._embed_host_bytes > 0 or self.backend.name == "cpu",
-            checkpoint=self.checkpoint,
+            read_on=self.checkpoint if self._embed_host_bytes or self.backend.name == "cpu" else None,
             # Slabs that are freed are not met again.
             captures_layers=self._evict is Evict.POOL,
             stream=TextStream(self.tokenizer),

@@ -52,8 +52,7 @@ class Generation:
         vocab_size: int,
         prefill_chunk: int,
         captures_layers: bool,
-        checkpoint: Checkpoint,
-        reads_file: bool,
+        read_on: Checkpoint | None,
         stream: TextStream,
         logits: LogitsWish = "none",
         load_ms: float = 0.0,
@@ -71,7 +70,7 @@ class Generation:
         self._num_ids, self._vocab_size = num_ids, vocab_size
         self._chunk = prefill_chunk
         self._captures_layers = captures_layers
-        self._checkpoint, self._reads_file = checkpoint, reads_file
+        self._read_on = read_on
         self._stream = stream
         self._logits = logits
         self._load_ms, self._embed_host_bytes = load_ms, embed_host_bytes
@@ -124,8 +123,8 @@ class Generation:
             now = later
             self._collect_step(self._step_logits_row())
             yield self._take(chosen, self._decode_ms[-1])
-        if self._reads_file:
-            self._checkpoint.check_unchanged()
+        if self._read_on is not None:
+            self._read_on.check_unchanged()
 
     def interrupt(self) -> None:
         """Stop here: the device finishes what it has been given, and the report says "interrupt"."""

@@ -142,10 +142,6 @@ def too_far_ahead(prefetch: int, uploads: int | None) -> list[str]:
     return [f"--prefetch {prefetch} is more than the {layers} uploaded again: no more are fetched ahead"]
 
 
-class _NothingFits(DoesNotFit):
-    """Not even a window of one layer."""
-
-
 @dataclass(frozen=True)
 class _Planner(Sizes):
     """Chooses by the sizes, and says what would fit where nothing does."""
@@ -233,7 +229,7 @@ class _Planner(Sizes):
             message += f"; {self.flags.keep} {best} fits"
         return DoesNotFit(message, self.bound(keep))
 
-    def _nothing_fits(self) -> _NothingFits:
+    def _nothing_fits(self) -> DoesNotFit:
         rows = self.rows(1, passes.LEAST_CHUNK, False)
         enough = []
         if self.needed_bytes(1) > self.total_bytes:
@@ -254,7 +250,7 @@ class _Planner(Sizes):
             named = f"{self.flags.keep} {self._asked or 'off'}"
             message += f", {named} takes --vram {enough_size(self.needed_bytes(self._asked))}"
             message += f" or {alone}" if alone else ""
-        return _NothingFits(message, self.bound(1))
+        return DoesNotFit(message, self.bound(1))
 
     @property
     def _asked(self) -> int:

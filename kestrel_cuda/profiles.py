@@ -91,7 +91,7 @@ def _read(name: str, path: Path) -> dict[str, object]:
             content = file.read(MOST_PROFILE_BYTES + 1)
         if len(content) > MOST_PROFILE_BYTES:
             raise SettingError(f"profile {name}: more than {MOST_PROFILE_BYTES >> 20} MiB; give a .toml file")
-        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise SettingError(f"profile {name}: cannot be read: {error.strerror}; give a .toml file") from error
     except UnicodeDecodeError as error:

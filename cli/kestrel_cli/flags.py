@@ -46,6 +46,10 @@ Video = Annotated[
         help="A video, put before the text: a file (needs PyAV), or a folder of frames, of which none is left out.",
     ),
 ]
+InspectedVideo = Annotated[
+    list[str] | None,
+    typer.Option("--video", metavar="FILE|DIR", help="A video: a file (needs PyAV), or a folder of frames."),
+]
 Fps = Annotated[
     str | None,
     typer.Option(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def inspect(
     context: typer.Context,
     files: flags.Files = None,
-    video: flags.Video = None,
+    video: flags.InspectedVideo = None,
     fps: flags.Fps = None,
     model: flags.Model = None,
     min_pixels: flags.MinPixels = None,
