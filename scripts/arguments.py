@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from kestrel_cuda.config import Quant
+from kestrel_cuda.errors import KestrelError
 from kestrel_cuda.paths import shown_path
 from kestrel_cuda.sizes import TooLarge, parse_size
 
@@ -22,6 +24,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{message}\n")
+
+
+def finish(work: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
+    """The exit status: what `work` returns, or 0; 2 where it refuses, with its one line on stderr."""
+    try:
+        return work(arguments) or 0
+    except KestrelError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def whole(least: int) -> Callable[[str], int]:

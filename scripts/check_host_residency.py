@@ -22,7 +22,6 @@ from statistics import median
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import KestrelError
 from scripts import arguments as kinds
 
 NEW_TOKENS = 8
@@ -73,11 +72,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--most", type=kinds.size, default="1500MB", help="bytes held, the embedding table apart")
     arguments = parser.parse_args()
-    try:
-        return check(arguments)
-    except KestrelError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return kinds.finish(check, arguments)
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import DeviceError, KestrelError
+from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.report import LoadReport, ResidencyReport
 from scripts import arguments as kinds
 
@@ -60,11 +60,7 @@ def main() -> int:
         "--most", type=kinds.number(1, 100, "a number from 1 to 100"), default=1.1, help="times the bound"
     )
     arguments = parser.parse_args()
-    try:
-        return check(arguments)
-    except KestrelError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return kinds.finish(check, arguments)
 
 
 def check(arguments: argparse.Namespace) -> int:

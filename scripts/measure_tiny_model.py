@@ -25,7 +25,6 @@ from kestrel_cuda.backends import open_backend
 from kestrel_cuda.checkpoint.processor_json import read_image_processor
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import KestrelError
 from kestrel_cuda.inputs.image_size import image_size
 from kestrel_cuda.inputs.pictures import Picture
 from kestrel_cuda.inputs.visuals import OpenedPicture
@@ -182,11 +181,7 @@ def main() -> int:
     if absent:
         print(f"{absent} is not installed; give --no-transformers to measure kestrel-cuda alone", file=sys.stderr)
         return 2
-    try:
-        return measure(arguments)
-    except KestrelError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return kinds.finish(measure, arguments)
 
 
 def measure(arguments: argparse.Namespace) -> int:

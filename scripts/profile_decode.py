@@ -20,7 +20,6 @@ import numpy as np
 from kestrel_cuda.backends.cuda import CudaBackend
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import KestrelError
 from scripts import arguments as kinds
 
 STEPS = ("embed", "norm_linear", "rope_attend", "linear", "norm_gate_up", "norm", "choose")
@@ -87,12 +86,7 @@ def main() -> int:
         "--depths", type=kinds.lengths, default="64,512,8192", help="cache slots filled, comma-separated"
     )
     arguments = parser.parse_args()
-    try:
-        print_profiles(arguments)
-    except KestrelError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return kinds.finish(print_profiles, arguments)
 
 
 def print_profiles(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_cuda.config import Quant
+from kestrel_cuda.errors import DeviceError
 from scripts import arguments as kinds
 from scripts.build_cubins import architecture
 
@@ -99,3 +100,16 @@ def test_a_parser_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         parser.parse_args(["--items", "none"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == "argument --items: 'none' is not a whole number of at least 1\n"
+
+
+@pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (1, 1)])
+def test_the_exit_status_is_what_the_work_returns(returned: int | None, status: int) -> None:
+    assert kinds.finish(lambda _: returned, argparse.Namespace()) == status
+
+
+def test_a_refusal_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(_: argparse.Namespace) -> None:
+        raise DeviceError("no GPU was found")
+
+    assert kinds.finish(refuse, argparse.Namespace()) == 2
+    assert capsys.readouterr() == ("", "no GPU was found\n")
