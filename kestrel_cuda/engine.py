@@ -9,15 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.backends.vision import PixelCodes
-from kestrel_cuda.checkpoint.names import EMBEDDING, FINAL_NORM, Norm, norm_name
+from kestrel_cuda.checkpoint.names import EMBEDDING
 from kestrel_cuda.checkpoint.reader import open_checkpoint
-from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row, widen
+from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
 from kestrel_cuda.errors import DeviceError, InputError, InternalError
@@ -27,24 +26,26 @@ from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits, least_image_tokens
 from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
-from kestrel_cuda.load import WeightLoader, host_copy_bytes, too_little_host_memory
+from kestrel_cuda.load import (
+    WeightLoader,
+    host_copy_bytes,
+    stored_element,
+    too_little_host_memory,
+    unquantized,
+)
 from kestrel_cuda.model.kv_cache import KvCache, check_kv_dtype, kv_cache_bytes
 from kestrel_cuda.model.prompt_positions import Visual, find_spans
 from kestrel_cuda.model.sequence import DeviceSequence
-from kestrel_cuda.model.text import LayerNorms, Observer, TextModel, Unquantized
+from kestrel_cuda.model.text import Observer, TextModel
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.plan import RUN_FLAGS, DoesNotFit, Flags, Plan, make_plan
 from kestrel_cuda.plan_sizes import FREE_MARGIN_BYTES
 from kestrel_cuda.prompts import PromptEncoder, grids_of
-from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport, PlanReport
 from kestrel_cuda.residency.store import WeightStore
 from kestrel_cuda.residency.window import ResidencyWindow, make_window
 from kestrel_cuda.sizes import format_size
-from kestrel_cuda.weight_keys import WeightKey
-
-_ELEMENTS = {"BF16": Element.BF16, "F16": Element.F16, "F32": Element.F32}
 
 Progress = Callable[[str, int, int], None]
 
@@ -140,7 +141,7 @@ class Engine:
         warnings += self._backend_warnings
         backend.check_heads(model.text.head_dim, model.text.num_heads // model.text.num_kv_heads)
         quantized = config.quant is not Quant.NONE
-        weights = plan_weights(model, config.quant, self._stored_element)
+        weights = plan_weights(model, config.quant, partial(stored_element, self.checkpoint))
         embedding = self.checkpoint.tensor(EMBEDDING)
         self._plan_for = partial(
             make_plan,
@@ -183,14 +184,8 @@ class Engine:
             evict=config.evict,
         )
         self._store, self._evict = store, config.evict
-        loader = WeightLoader(
-            self.checkpoint,
-            weights,
-            config,
-            notes,
-            warnings,
-            lambda done, total: on_progress("weights", done, total) if on_progress else None,
-        )
+        on_layer = partial(on_progress, "weights") if on_progress else lambda _done, _total: None
+        loader = WeightLoader(self.checkpoint, weights, config, notes, warnings, on_layer)
         with ThreadPoolExecutor(1) as beside:
             # A tied table is looked at when lm_head is packed from it.
             damaged_row = None if self.checkpoint.tied else beside.submit(first_nonfinite_row, embedding)
@@ -210,7 +205,7 @@ class Engine:
             model.text,
             weights,
             store,
-            self._unquantized(backend, table),
+            unquantized(self.checkpoint, backend, table),
             cache,
             max_rows=plan.prefill_chunk,
             quantized=quantized,
@@ -403,19 +398,3 @@ class Engine:
             return self.config.vram_bytes
         memory = backend.memory()
         return memory.free_bytes + memory.allocated_bytes + memory.context_bytes - FREE_MARGIN_BYTES
-
-    def _stored_element(self, key: WeightKey) -> Element:
-        return _ELEMENTS[self.checkpoint.weight(key).dtype]
-
-    def _unquantized(self, backend: Backend, table: Any) -> Unquantized:
-        def norm(name: str) -> Any:
-            weight = widen(self.checkpoint.tensor(name))
-            if not np.isfinite(weight).all():
-                raise self.checkpoint.not_finite(name)
-            return backend.to_device(weight)
-
-        layers = tuple(
-            LayerNorms(*(norm(norm_name(layer, n)) for n in (Norm.INPUT, Norm.POST_ATTENTION, Norm.Q, Norm.K)))
-            for layer in range(self.checkpoint.config.text.num_layers)
-        )
-        return Unquantized(table, layers, norm(FINAL_NORM))

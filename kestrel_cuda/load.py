@@ -1,4 +1,5 @@
-"""Fills a weight store: from the checkpoint, from a strip cache saved before, or layer by layer from that one's file.
+"""Puts weights where they are used: packed ones into a store, from the checkpoint, from a strip cache saved before, or
+layer by layer from that one's file; norms and embeddings onto the device as they are.
 
 Says in `notes` where the weights came from when it was not the checkpoint, and in `warnings` what packing lost.
 """
@@ -7,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
 
 from kestrel_cuda.backends.base import Backend, PackedTensor, SourceMatrix
+from kestrel_cuda.checkpoint.names import FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.config import EngineConfig
 from kestrel_cuda.errors import CheckpointError
 from kestrel_cuda.host_memory import available_bytes
+from kestrel_cuda.model.text import LayerNorms, Unquantized
 from kestrel_cuda.model.weights import DecoderWeights
 from kestrel_cuda.paths import shown_path
-from kestrel_cuda.quant.packed import SlabEntry
+from kestrel_cuda.quant.packed import Element, SlabEntry
 from kestrel_cuda.quant.strip_cache import DamagedStripCache, Miss, StripCache, find
 from kestrel_cuda.quant.strip_cache_writer import StripCacheWriter
 from kestrel_cuda.quant.strip_manifest import Fingerprint, fingerprint
@@ -26,6 +33,32 @@ from kestrel_cuda.sizes import format_size
 from kestrel_cuda.weight_keys import WeightKey
 
 OnLayer = Callable[[int, int], None]
+
+_ELEMENTS = {"BF16": Element.BF16, "F16": Element.F16, "F32": Element.F32}
+
+
+def stored_element(checkpoint: Checkpoint, key: WeightKey) -> Element:
+    """What a weight's values are in the checkpoint's file."""
+    return _ELEMENTS[checkpoint.weight(key).dtype]
+
+
+def unquantized(checkpoint: Checkpoint, backend: Backend, table: Any) -> Unquantized:
+    """What a decoder has beside its packed weights: `table`, the embeddings where the plan has them, and every norm.
+
+    Raises CheckpointError for a norm that is not finite.
+    """
+
+    def norm(name: str) -> Any:
+        weight = widen(checkpoint.tensor(name))
+        if not np.isfinite(weight).all():
+            raise checkpoint.not_finite(name)
+        return backend.to_device(weight)
+
+    layers = tuple(
+        LayerNorms(*(norm(norm_name(layer, n)) for n in (Norm.INPUT, Norm.POST_ATTENTION, Norm.Q, Norm.K)))
+        for layer in range(checkpoint.config.text.num_layers)
+    )
+    return Unquantized(table, layers, norm(FINAL_NORM))
 
 
 def host_copy_bytes(config: EngineConfig, weights: DecoderWeights, window: ResidencyWindow | None) -> int:
