@@ -21,6 +21,9 @@ from kestrel_cli.prompt import BUILT_IN_QUESTION
 ROOT = Path(__file__).resolve().parents[2]
 TINY_28L = ROOT / "tests/data/oracle/checkpoints/tiny-28L"
 N = 8
+LAYER_WEIGHTS = 256 * 128 + 128 * 128 + 768 * 128 + 128 * 384
+LAYER_BYTES = {"q8_0": LAYER_WEIGHTS * 34 // 32, "q4_0": LAYER_WEIGHTS * 18 // 32}
+"""Of the embedded checkpoint: the joint projection, o, gate and up, down; codes, and a half for each 32."""
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -89,6 +92,7 @@ def test_no_window_changes_the_answer(ask: Ask, quant: str) -> None:
         kept = min(int(keep), 12)
         assert windowed["residency"]["layers_resident_end"] == kept
         assert windowed["residency"]["uploads_per_token"] == 12 - kept
+        assert windowed["residency"]["h2d_bytes_per_token"] == (12 - kept) * LAYER_BYTES[quant]
 
 
 def test_an_int8_cache_is_asked_for_in_every_way(ask: Ask, tmp_path: Path) -> None:

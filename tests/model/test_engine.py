@@ -16,7 +16,7 @@ from kestrel_cuda.generate import LogitsWish
 from scripts.make_tiny_model import TEXT, Tensors, make_t0, make_tiny_checkpoint
 from tests.checkpoints import edit_json, read_tensors
 from tests.compare import assert_close, nmse
-from tests.engines import QUANTS, Run, generate, random_ids
+from tests.engines import QUANTS, Run, generate, layer_bytes, random_ids
 from tests.reference import text_logits
 
 Load = Callable[..., Engine]
@@ -344,6 +344,7 @@ def test_d39_the_next_token_s_layers_are_fetched_at_the_end_of_this_one(load: Lo
         num_layers = engine.checkpoint.config.text.num_layers
         assert found.digest == expected.digest
         assert found.residency.uploads_per_token == num_layers - 1
+        assert found.residency.h2d_bytes_per_token == (num_layers - 1) * layer_bytes(engine)
         assert engine._store is not None
         assert set(engine._store.counters.pass_uploads[1:]) == {num_layers - 1}
         assert found.residency.prefetched_layers == min(prefetch, num_layers - 1)

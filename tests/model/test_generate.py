@@ -13,7 +13,7 @@ from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import InputError, InternalError
 from scripts.make_tiny_model import TEXT, Tensors, make_chain, make_t0
 from tests.checkpoints import edit_json
-from tests.engines import generate, random_ids
+from tests.engines import generate, layer_bytes, random_ids
 
 Load = Callable[..., Engine]
 
@@ -188,10 +188,12 @@ class TestChoosing:
         expected = generate(load(t0, quant=quant, keep=0, ctx=80), prompt, 32)
         assert len(set(expected.ids)) > 8
         for keep in (1, 2, 3, 4, 99):
-            run = generate(load(t0, quant=quant, keep=keep, ctx=80), prompt, 32)
+            engine = load(t0, quant=quant, keep=keep, ctx=80)
+            run = generate(engine, prompt, 32)
             assert run.ids == expected.ids, keep
             assert run.digest == expected.digest, keep
             assert run.residency.uploads_per_token == max(0, 4 - keep)
+            assert run.residency.h2d_bytes_per_token == max(0, 4 - keep) * layer_bytes(engine)
 
     def test_row_i_of_the_step_logits_chose_id_i(self, load: Load, t0: Path) -> None:
         run = generate(load(t0), random_ids(9), 12)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from kestrel_cuda.checkpoint.processor_json import read_video_processor
@@ -44,6 +45,38 @@ def test_pixel_values_are_the_goldens(name: str) -> None:
         assert np.array_equal(patches.pixel_values, golden["pixel_values_videos"])
     assert patches.size.num_tokens == 8
     assert [f"{time:.1f}" for time in timestamps(clip.indices, clip.fps, 2)] == ["0.2", "1.2"]
+
+
+def bicubic_matrix(num_in: int, num_out: int) -> NDArray[np.float64]:
+    """Keys' cubic with a = -0.5, widened when it shrinks (antialias): what torch's resize computes, [out, in]."""
+    scale = num_in / num_out
+    width = max(scale, 1.0)
+    centers = (np.arange(num_out) + 0.5) * scale
+    distance = np.abs((np.arange(num_in) + 0.5)[None, :] - centers[:, None]) / width
+    near = 1.5 * distance**3 - 2.5 * distance**2 + 1
+    far = -0.5 * distance**3 + 2.5 * distance**2 - 4 * distance + 2
+    weights = np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
+    return np.asarray(weights / weights.sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize(("height", "width"), [(100, 75), (61, 333), (470, 620), (20, 47)])
+def test_resized_frames_are_near_an_exact_resize(tmp_path: Path, height: int, width: int) -> None:
+    """Smaller and larger, of noise, where the rounding between the two passes of an 8-bit resize shows most.
+
+    Of grey values that no overshoot takes out of 0 to 255, since both passes clip.
+    """
+    rng = np.random.default_rng(height)
+    frames = rng.integers(64, 192, (2, height, width, 3), np.uint8)
+    files = [tmp_path / f"f{number}.png" for number in range(2)]
+    for file, frame in zip(files, frames, strict=True):
+        Image.fromarray(frame).save(file)
+    clip = open_frames(files, 2.0, "noise", RELEASED)
+    assert (clip.size.height, clip.size.width) != (height, width)
+    rows, columns = bicubic_matrix(height, clip.size.height), bicubic_matrix(width, clip.size.width)
+    exact = np.einsum("yi,xj,fijc->fyxc", rows, columns, frames.astype(np.float64), optimize=True)
+    apart = np.abs(np.stack(clip.frames_hwc).astype(np.float64) - np.round(exact))
+    assert apart.max() <= 1
+    assert apart.mean() < 0.25
 
 
 def write_frames(folder: Path, count: int, height: int = 64, width: int = 64) -> Path:
