@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in gpu_report.skips_by_reason(terminalreporter.stats):
+        terminalreporter.write_line(f"{count} skipped: {reason}")
     whole_suite = config.option.markexpr == "cuda" and not config.option.keyword and config.args == ["tests"]
     if whole_suite and gpu_report.why_no_gpu() is None:
         path = gpu_report.write(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,8 @@ def why_no_gpu() -> str | None:
     try:
         return None if runtime.getDeviceCount() else "no GPU: the driver lists none"
     except runtime.CUDARuntimeError as error:
-        return f"no GPU: {error}"
+        # Without a driver CUDA's words are about one that is too old.
+        return f"no GPU: {error}" if DRIVER.exists() else "no GPU: no NVIDIA driver is installed here"
 
 
 def write(stats: dict[str, list[Any]], figures: dict[str, float], *, from_cubins: bool) -> Path:
@@ -54,6 +56,11 @@ def write(stats: dict[str, list[Any]], figures: dict[str, float], *, from_cubins
     }
     REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return REPORT
+
+
+def skips_by_reason(stats: dict[str, list[Any]]) -> list[tuple[str, int]]:
+    """Why tests were skipped and how many, the most first."""
+    return Counter(skip_reason(report) for report in stats.get("skipped", [])).most_common()
 
 
 def skip_reason(report: Any) -> str:

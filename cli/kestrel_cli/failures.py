@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,7 +44,9 @@ def failure_of(error: BaseException) -> Failure:
         case StdoutClosed():
             return Failure(ExitCode.STDOUT_CLOSED, "output", "standard output was closed")
         case KeyboardInterrupt():
-            return Failure(exit_code_of(error), "interrupt", "interrupted")
+            exit_code = exit_code_of(error)
+            how = "terminated" if exit_code == 128 + signal.SIGTERM else "interrupted"
+            return Failure(exit_code, "interrupt", how)
         case CheckFailed():
             return Failure(ExitCode.CHECK_FAILED, error.kind, one_line(str(error)))
         case UserError():

@@ -28,7 +28,15 @@ PromptFile = Annotated[str | None, typer.Option("--prompt-file", metavar="FILE",
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]
 Messages = Annotated[
     str | None,
-    typer.Option("--messages", metavar="FILE", help="A conversation as JSON: a list, or an object with messages."),
+    typer.Option(
+        "--messages",
+        metavar="FILE",
+        help=(
+            "A conversation as JSON: a list of {role, content}, or an object with messages; content is text, or a "
+            'list of {"type": "text", "text": ...}, {"type": "image", "image": PATH} and {"type": "video", "video": '
+            'PATH or [PATH, ...], "fps": N}, paths starting from the file\'s folder. - reads standard input.'
+        ),
+    ),
 ]
 Image = Annotated[
     list[str] | None,
@@ -102,7 +110,8 @@ Profile = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME|FILE",
-        help="Settings from a shipped profile (default, low-vram, ...) or a .toml file.",
+        help="Settings from a .toml file, or a shipped one by name: default, low-vram, qwen3-vl-2b-int8, "
+        "qwen3-vl-8b-int4; none of these names a model.",
     ),
 ]
 Backend = Annotated[
@@ -111,7 +120,12 @@ Backend = Annotated[
 Device = Annotated[str | None, typer.Option("--device", metavar="N", help="Which GPU.  [default: 0]")]
 Quant = Annotated[
     str | None,
-    typer.Option("--quant", metavar="q8_0|q4_0|g256|none", help="How the linears are stored.  [default: q8_0]"),
+    typer.Option(
+        "--quant",
+        metavar="q8_0|q4_0|g256|none",
+        help="How the linears are stored: 8 or 4 bits in groups of 32, 8 bits in groups of 256, or as in the file and "
+        "computed in float32.  [default: q8_0]",
+    ),
 ]
 Kv = Annotated[
     str | None,
@@ -134,7 +148,8 @@ Keep = Annotated[
     typer.Option(
         "--keep",
         metavar="N|auto|off",
-        help="Layers kept on the device: N, off (or 0) for all, auto for all or the most that fit.  [default: auto]",
+        help="Layers kept on the device: N, off (or 0) for all, auto for all or the most that fit beside those that "
+        "are fetched ahead and long passes over the prompt.  [default: auto]",
     ),
 ]
 Policy = Annotated[
@@ -224,7 +239,7 @@ MaxPixels = Annotated[
 ]
 ImageTokens = Annotated[
     str | None,
-    typer.Option("--image-tokens", metavar="N", help="The same in tokens, of 1024 pixels each in released models."),
+    typer.Option("--image-tokens", metavar="N", help="--max-pixels in tokens, of 1024 pixels each in released models."),
 ]
 
 SweepKeep = Annotated[

@@ -143,6 +143,13 @@ def _answer(
     screen.load_report(load, settings)
     heard.add(load.notes, load.warnings)
     heard.add(options.unused_window(settings, load.keep), options.unused_device(settings, load.backend))
+    if settings.source(options.MODEL) == "default":
+        heard.note("no --model given: the small embedded one answers")
+    if load.keep == load.num_layers and (wished := settings[options.KEEP]):
+        heard.note(
+            f"{settings.label(options.KEEP)} {wished} keeps all {load.num_layers} layers, and a copy of them in host "
+            "memory that --keep off does without"
+        )
     if context.warning:
         heard.warn(context.warning)
 

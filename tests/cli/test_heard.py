@@ -10,8 +10,9 @@ from tests.cli.conftest import CommandLine
 def test_what_is_said_is_in_the_object(kestrel: CommandLine) -> None:
     ran = kestrel("run", "--json")
     assert ran.json["warnings"] == ["a stray file", "scales rounded to zero: 3", "a late warning"]
-    assert ran.json["notes"][-1] == "no GPU here"
-    assert ran.json["notes"][-2].startswith("no prompt given; asking: ")
+    *_, asked, load, model = ran.json["notes"]
+    assert asked.startswith("no prompt given; asking: ")
+    assert (load, model) == ("no GPU here", "no --model given: the small embedded one answers")
     for text in ran.json["warnings"]:
         assert ran.err.count(f"warning: {text}\n") == 1
     for text in ran.json["notes"]:
@@ -20,8 +21,8 @@ def test_what_is_said_is_in_the_object(kestrel: CommandLine) -> None:
 
 def test_what_is_said_names_where_the_wish_came_from(kestrel: CommandLine) -> None:
     note = "--keep 9 is more than the model's 4 layers: 4 are kept"
-    ran = kestrel("run", "hi", "--json", variables={"VLLM_CUDA_STREAM": "9"}, notes=(note,))
-    assert ran.json["notes"] == [f"{note} (--keep comes from VLLM_CUDA_STREAM)"]
+    ran = kestrel("run", "hi", "--json", "-m", ".", variables={"VLLM_CUDA_STREAM": "9"}, notes=(note,))
+    assert ran.json["notes"][0] == f"{note} (--keep comes from VLLM_CUDA_STREAM)"
 
 
 @pytest.mark.parametrize("device", ["0", "1"])

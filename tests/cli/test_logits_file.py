@@ -64,9 +64,9 @@ def test_a_disk_that_fills_up_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(2, 130), (15, 143)])
+@pytest.mark.parametrize(("number", "exit_code", "how"), [(2, 130, "interrupted"), (15, 143, "terminated")])
 def test_a_signal_while_it_is_saved_leaves_the_answer(
-    kestrel: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, exit_code: int
+    kestrel: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, exit_code: int, how: str
 ) -> None:
     def stopped(*_args: object, **_kwargs: object) -> None:
         raise Interrupted(number)
@@ -76,8 +76,8 @@ def test_a_signal_while_it_is_saved_leaves_the_answer(
     assert ran.exit_code == exit_code
     assert ran.json["ids"] == IDS
     assert ran.json["stop_reason"] == "eos"
-    assert ran.json["error"] == {"kind": "interrupt", "message": "interrupted"}
-    assert ran.err.endswith("kestrel-cuda: interrupted\n")
+    assert ran.json["error"] == {"kind": "interrupt", "message": how}
+    assert ran.err.endswith(f"kestrel-cuda: {how}\n")
     assert list(tmp_path.iterdir()) == []
     assert kestrel("run", "hi", "--logits", str(tmp_path / "l.npz")).token_ids == IDS
 

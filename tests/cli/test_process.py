@@ -61,6 +61,9 @@ def read_some(stream: IO[str] | None) -> str:
     return stream.read(5)
 
 
+HOW = {130: "interrupted", 143: "terminated"}
+
+
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_with_what_it_has(number: signal.Signals, exit_code: int) -> None:
     process = start("run", "hi", "-n", "100000", **ENDLESS)
@@ -74,7 +77,7 @@ def test_a_signal_ends_a_run_with_what_it_has(number: signal.Signals, exit_code:
     num_ids = len(token_ids.removeprefix("TOKIDS: ").split())
     assert num_ids == len(re.findall("Hello|, |wörld", text))
     assert "ended by interrupt" in err
-    assert err.endswith("kestrel-cuda: interrupted\n")
+    assert err.endswith(f"kestrel-cuda: {HOW[exit_code]}\n")
     assert "Traceback" not in err
 
 
@@ -98,8 +101,8 @@ def test_a_signal_before_the_first_token_is_an_error_object(tmp_path: Path) -> N
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 143
-    assert json.loads(out) == {"error": {"kind": "interrupt", "message": "interrupted"}}
-    assert err == "kestrel-cuda: interrupted\n"
+    assert json.loads(out) == {"error": {"kind": "interrupt", "message": "terminated"}}
+    assert err == "kestrel-cuda: terminated\n"
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -128,8 +131,8 @@ main()
         check=False,
     )  # fmt: skip
     assert ran.returncode == exit_code
-    assert ran.stderr == "kestrel-cuda: interrupted\n"
-    assert json.loads(ran.stdout) == {"error": {"kind": "interrupt", "message": "interrupted"}}
+    assert ran.stderr == f"kestrel-cuda: {HOW[exit_code]}\n"
+    assert json.loads(ran.stdout) == {"error": {"kind": "interrupt", "message": HOW[exit_code]}}
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -93,6 +93,8 @@ def test_no_window_changes_the_answer(ask: Ask, quant: str) -> None:
         assert windowed["residency"]["layers_resident_end"] == kept
         assert windowed["residency"]["uploads_per_token"] == 12 - kept
         assert windowed["residency"]["h2d_bytes_per_token"] == (12 - kept) * LAYER_BYTES[quant]
+        idle = f"VLLM_CUDA_STREAM {keep} keeps all 12 layers, and a copy of them in host memory"
+        assert any(note.startswith(idle) for note in windowed["notes"]) is (kept == 12)
 
 
 def test_an_int8_cache_is_asked_for_in_every_way(ask: Ask, tmp_path: Path) -> None:
