@@ -25,7 +25,7 @@ from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
 from kestrel_cuda.inputs.visual_source import VisualSource
 from kestrel_cuda.inputs.visuals import NO_LIMITS, OpenedVisual, VisualLimits, least_image_tokens
-from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids
+from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids, end_warnings
 from kestrel_cuda.load import (
     WeightLoader,
     host_copy_bytes,
@@ -138,7 +138,7 @@ class Engine:
         if self.chat is not None:
             warnings += self.chat.warnings
         backend = self._opened_backend()
-        warnings += self._backend_warnings
+        warnings += self._backend_warnings + end_warnings(self.checkpoint, self.end_ids)
         backend.check_heads(model.text.head_dim, model.text.num_heads // model.text.num_kv_heads)
         quantized = config.quant is not Quant.NONE
         weights = plan_weights(model, config.quant, partial(stored_element, self.checkpoint))

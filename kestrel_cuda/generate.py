@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import Array, Backend
 from kestrel_cuda.checkpoint.reader import Checkpoint
-from kestrel_cuda.errors import InternalError
+from kestrel_cuda.errors import CheckpointError, InternalError
 from kestrel_cuda.inputs.tokenizer import TextStream
 from kestrel_cuda.model.prompt_positions import VisualSpan, position_delta, prompt_positions
 from kestrel_cuda.model.sequence import DeviceSequence
@@ -101,8 +101,8 @@ class Generation:
     def __iter__(self) -> Iterator[Token]:
         """Tokens as they are chosen.
 
-        Raises InternalError when no logit is a number, CheckpointError when that comes from the features of pictures,
-        or, after the last token, when a file that was read for every one is not what it was.
+        Raises CheckpointError when no logit is a number, or, after the last token, when a file that was read for every
+        one is not what it was.
         """
         before, hidden_sk = self._prefill()
         chosen = self._read_chosen()
@@ -228,8 +228,9 @@ class Generation:
         if chosen < 0:
             if self._encoded is not None:
                 self._encoded.check_finite()
-            raise InternalError(
-                f"no logit is a number at step {len(self._ids)}: the weights or the activations overflow"
+            raise CheckpointError(
+                f"no logit is a number at step {len(self._ids)}: the weights, or what is computed with them, are too "
+                "large; fetch the checkpoint again, or use another one"
             )
         return chosen
 

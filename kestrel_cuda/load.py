@@ -111,6 +111,7 @@ class WeightLoader:
         self._config = config
         self._notes, self._warnings = notes, warnings
         self._on_layer = on_layer
+        self._zeros: list[str] = []
 
     def fill(self, store: WeightStore, backend: Backend, window: ResidencyWindow | None) -> None:
         """Load every layer, by way of the strip cache where one is asked for."""
@@ -179,9 +180,16 @@ class WeightLoader:
 
     def _members(self, entry: SlabEntry) -> Sequence[SourceMatrix]:
         tensors = [self._checkpoint.weight(WeightKey(entry.key.layer, p)) for p in entry.key.projection.members]
+        # The first value ends most of these.
+        self._zeros += [t.name for t in tensors if not (t.data.reshape(-1)[:1].any() or t.data.any())]
         return [SourceMatrix(tensor.name, tensor.data) for tensor in tensors]
 
     def _say_lost(self, lost: Mapping[str, int]) -> None:
+        if self._zeros:
+            self._warnings.append(
+                f"tensors of nothing but zeros ({len(self._zeros)}, the first {min(self._zeros)}): a file that was not "
+                "fetched to its end may look like this; fetch it again"
+            )
         if lost:
             self._warnings.append(
                 f"{sum(lost.values())} groups of {len(lost)} tensors are too small for a float16 scale and became "

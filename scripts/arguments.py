@@ -32,7 +32,12 @@ def finish(work: Callable[[argparse.Namespace], int | None], arguments: argparse
         return work(arguments) or 0
     except KestrelError as error:
         print(error, file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        print(f"{error.name} is not installed, and this takes it: pip install {error.name}", file=sys.stderr)
+    except OSError as error:
+        place = f"{shown_path(Path(error.filename))}: " if isinstance(error.filename, str) else ""
+        print(f"{place}{error.strerror or error}; make room, allow it or give another path", file=sys.stderr)
+    return 2
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -100,6 +105,8 @@ def out_file(text: str) -> Path:
 def out_folder(text: str) -> Path:
     """The path of a folder that can be written, or be made."""
     path = Path(text)
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the folder's path is blank; give one")
     try:
         _try_folder(next(place for place in (path, *path.absolute().parents) if os.path.lexists(place)))
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from kestrel_cuda.config import EngineConfig, Quant
 from kestrel_cuda.engine import Engine
+from scripts import arguments as kinds
 
 
 def reference(path: Path, prompt_ids: list[int], num_new: int, num_ids: int) -> tuple[Any, Any, list[int]]:
@@ -47,16 +49,8 @@ def reference(path: Path, prompt_ids: list[int], num_new: int, num_ids: int) -> 
     return prompt_logits, np.stack(steps), ids
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--limit", type=float, default=1e-6)
-    parser.add_argument("--margin", type=float, default=1e-2)
-    arguments = parser.parse_args()
-
+def compare(arguments: argparse.Namespace) -> int:
+    """1 where they are further apart than --limit."""
     engine = Engine.open(EngineConfig(model=arguments.checkpoint, backend=arguments.backend, quant=Quant.NONE))
     words = "The kestrel hovers over the meadow and watches the grass below, its head still against the wind. " * 64
     prompt_ids = engine.encode_chat([{"role": "user", "content": words}])[: arguments.prompt_tokens]
@@ -85,6 +79,17 @@ def main() -> int:
     )
     engine.close()
     return 0 if error <= arguments.limit and equal else 1
+
+
+def main() -> int:
+    parser = kinds.Parser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--prompt-tokens", type=kinds.whole(1), default=256)
+    parser.add_argument("--new-tokens", type=kinds.whole(1), default=32)
+    parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--limit", type=kinds.number(0, math.inf, "a number of at least 0"), default=1e-6)
+    parser.add_argument("--margin", type=kinds.number(0, math.inf, "a number of at least 0"), default=1e-2)
+    return kinds.finish(compare, parser.parse_args())
 
 
 if __name__ == "__main__":

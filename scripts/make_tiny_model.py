@@ -11,6 +11,8 @@ import argparse
 import json
 import shutil
 import struct
+import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -316,9 +318,29 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
+def write(args: argparse.Namespace) -> None:
+    """The checkpoint in a folder beside the one that is asked for, then in its place: there is a whole one or none."""
+    out: Path = args.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        made = Path(folder)
+        if args.chain:
+            make_chain(made, args.chain)
+        else:
+            overrides = {"num_layers": args.layers, "dtype": args.dtype, "num_shards": args.shards}
+            overrides |= {"tied": False if args.untied else None, "with_vision": False if args.no_vision else None}
+            chosen = {name: value for name, value in overrides.items() if value is not None}
+            make_tiny_checkpoint(made, args.seed, base=T0 if args.t0 else TinyModel(), **chosen)
+        size = sum(path.stat().st_size for path in made.iterdir())
+        out.mkdir(exist_ok=True)
+        for path in made.iterdir():
+            path.replace(out / path.name)
+    print(f"{out}: {size / 1e6:.2f} MB")
+
+
+def main() -> int:
     parser = kinds.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=kinds.out_folder, help="folder to write")
     parser.add_argument("--seed", type=kinds.whole(0), default=0)
     parser.add_argument("--t0", action="store_true", help="the tests' checkpoint of about 8 MB")
     parser.add_argument("--chain", type=kinds.lengths, metavar="IDS", help="the tests' that answers these ids: 72,105")
@@ -330,17 +352,8 @@ def main() -> None:
     args = parser.parse_args()
     if any(args.out.glob("*.safetensors")) or any(args.out.glob("*.safetensors.index.json")):
         parser.error(f"{args.out} holds a checkpoint already; name another folder, or remove that one")
-
-    if args.chain:
-        make_chain(args.out, args.chain)
-    else:
-        overrides = {"num_layers": args.layers, "dtype": args.dtype, "num_shards": args.shards}
-        overrides |= {"tied": False if args.untied else None, "with_vision": False if args.no_vision else None}
-        chosen = {name: value for name, value in overrides.items() if value is not None}
-        make_tiny_checkpoint(args.out, args.seed, base=T0 if args.t0 else TinyModel(), **chosen)
-    size = sum(path.stat().st_size for path in args.out.iterdir())
-    print(f"{args.out}: {size / 1e6:.2f} MB")
+    return kinds.finish(write, args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,8 @@ from kestrel_cuda.errors import CheckpointError
 
 SUPPORTED_ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 
+_CHANNELS = 3
+
 VISION_ROPE_THETA = 10000.0
 """The tower's rotary base, which checkpoints of transformers 4 do not name (modeling_qwen3_vl.py has it)."""
 
@@ -124,13 +126,15 @@ def _vision_config(vision: JsonObject, text: TextConfig, defaults: list[str]) ->
     if _with_default(vision, "hidden_act", "gelu_pytorch_tanh", defaults) != "gelu_pytorch_tanh":
         raise vision.wrong("hidden_act", '"gelu_pytorch_tanh": no other activation of the tower is supported')
     num_positions = vision.integer("num_position_embeddings")
+    if vision.integer("in_channels") != _CHANNELS:
+        raise vision.wrong("in_channels", f"{_CHANNELS}: pixels are red, green and blue")
     config = VisionConfig(
         depth=vision.integer("depth"),
         hidden_size=vision.integer("hidden_size"),
         num_heads=vision.integer("num_heads"),
         intermediate_size=vision.integer("intermediate_size"),
         out_hidden_size=vision.integer("out_hidden_size"),
-        in_channels=vision.integer("in_channels"),
+        in_channels=_CHANNELS,
         patch_size=_patch_size(vision),
         temporal_patch_size=vision.integer("temporal_patch_size"),
         merge_size=vision.integer("spatial_merge_size"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -36,7 +36,7 @@ def encode_chat(
 ) -> list[int]:
     """Ids of the rendered conversation; no added token is made from a string of `messages` or `tools`.
 
-    A picture or a video is the one token that the template gives it. Raises InputError as `render` does.
+    A picture or a video is the one token that the template gives it. Raises InputError as `chat_pieces` does.
     """
     return encode_pieces(tokenizer, chat_pieces(template, tokenizer, messages, add_generation_prompt, tools, **flags))
 
@@ -61,7 +61,8 @@ def chat_pieces(
 
     Added tokens come from the template alone. Everything between two of them is encoded together, so that the ids
     of ordinary text are Hugging Face's. A template that searches a message for an added token (as the Thinking
-    models' searches earlier answers for `</think>`) does not find it. Raises InputError as `render` does.
+    models' searches earlier answers for `</think>`) does not find it. Raises InputError as `render` does, and where
+    the template leaves out a text.
     """
     try:
         given = json.dumps([messages, tools, flags], ensure_ascii=False, default=str)
@@ -77,7 +78,32 @@ def chat_pieces(
             f"the chat template ({template.source}) gives text that is not valid Unicode ({found} is half a "
             "character); take the template of the original checkpoint"
         )
+    _check_nothing_left_out(hidden, rendered, template.source)
     return [piece if isinstance(piece, int) else mask.restore(piece) for piece in tokenizer.split(rendered)]
+
+
+def _check_nothing_left_out(messages: Sequence[Mapping[str, object]], rendered: str, source: str) -> None:
+    """Raise InputError where a text is not in the prompt. Blanks at its ends need not be, nor need earlier answers, of
+    which templates leave out what was thought."""
+    for number, message in enumerate(messages, start=1):
+        role = message.get("role")
+        if role == "assistant" or all(text.strip() in rendered for text in _texts(message.get("content"))):
+            continue
+        last = "; it may take one as the first message alone" if role == "system" and number > 1 else ""
+        raise InputError(
+            f"the chat template ({source}) leaves out the text of message {number} ({role}){last}; change the "
+            "conversation, or take the template of the original checkpoint"
+        )
+
+
+def _texts(content: object) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for part in content:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
 
 
 class _Mask:

@@ -131,7 +131,7 @@ def naming_file(path: str, do: str) -> Iterator[None]:
     except MemoryError as error:
         if isinstance(error.__cause__, MemoryError):
             raise
-        raise MemoryError(f"there is no room for {shown_path(path)} ({error or 'none left'}); {do}") from error
+        raise MemoryError(f"there is no room for {shown_path(path)} ({str(error) or 'none left'}); {do}") from error
 
 
 @contextmanager

@@ -49,6 +49,10 @@ class ChatTemplate:
         if not found:
             return None
         source, text = next(iter(found.items()))
+        if not text.strip():
+            raise CheckpointError(
+                f"{directory / source} has an empty chat template ({len(text)} bytes); fetch it again"
+            )
         others = [name for name, other in found.items() if other != text]
         warnings = [f"chat templates differ: {source} is used, {', '.join(others)} is not"] if others else []
         return cls(text, source, named_tokens(tokenizer_config), warnings)

@@ -10,7 +10,7 @@ import tokenizers
 
 from kestrel_cuda.checkpoint.json_file import read_json_if_present
 from kestrel_cuda.errors import CheckpointError, InputError
-from kestrel_cuda.inputs.tokenizer_files import byte_alphabet, load_tokenizer, named_tokens
+from kestrel_cuda.inputs.tokenizer_files import byte_alphabet, failed, load_tokenizer, named_tokens
 
 
 class Tokenizer:
@@ -123,7 +123,7 @@ def _cut(tokenizer: tokenizers.Tokenizer, text: str, **options: bool) -> tokeniz
         return tokenizer.encode(text, **options)
     except BaseException as error:
         # The library gives up on runs of millions of blanks by what is no Exception, and says so on standard error.
-        if type(error).__name__ != "PanicException":
+        if not failed(error):
             raise
         raise InputError(f"{len(text)} characters cannot be cut into tokens ({error}); give less text") from error
 

@@ -31,11 +31,18 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         tokenizer = _from_json(path)
     else:
         path, tokenizer = directory / "vocab.json", _from_vocab(directory)
-    _check_byte_level(tokenizer, path)
     # Limits saved in the file never cut a prompt; transformers lifts them on every call.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    _check_byte_level(tokenizer, path)
+    # A means of training: with it, one text is cut in many ways.
+    tokenizer.model.dropout = None
     return tokenizer
+
+
+def failed(error: BaseException) -> bool:
+    """Whether the library failed: it raises plain Exception for everything, and what is none where it panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def named_tokens(tokenizer_config: JsonObject) -> dict[str, str]:
@@ -84,7 +91,9 @@ def _check_byte_level(tokenizer: Tokenizer, path: Path) -> None:
         pieces = tokenizer.pre_tokenizer.pre_tokenize_str(_PROBE) if tokenizer.pre_tokenizer else [(_PROBE, None)]
         Tokenizer(tokenizer.model).encode("".join(alphabet))
         tokenizer.encode(_PROBE)
-    except Exception as error:  # the library raises plain Exception for everything
+    except BaseException as error:
+        if not failed(error):
+            raise
         raise CheckpointError(f"{shown_path(path)} cannot encode text: {printable(str(error))}; {needed}") from error
     if not all(character in alphabet for piece, _ in pieces for character in piece):
         raise CheckpointError(
@@ -97,7 +106,9 @@ def _from_json(path: Path) -> Tokenizer:
         content = file.read()
     try:
         return Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises plain Exception for everything
+    except BaseException as error:
+        if not failed(error):
+            raise
         reason = printable(str(error), most=200)
         raise CheckpointError(
             f"cannot read {shown_path(path)} ({len(content)} bytes): {reason}; fetch it again"
@@ -115,7 +126,9 @@ def _from_vocab(directory: Path) -> Tokenizer:
         open_file(path).close()
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # as above
+    except BaseException as error:
+        if not failed(error):
+            raise
         reason = printable(str(error), most=200)
         raise CheckpointError(f"cannot read {vocab} or {merges}: {reason}; fetch them again") from error
     tokenizer.normalizer = normalizers.NFC()

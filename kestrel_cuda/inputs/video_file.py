@@ -175,7 +175,8 @@ def _container(path: str, file: BinaryIO) -> Iterator[InputContainer]:
         with av.open(file, mode="r", options={"format_whitelist": _FORMATS}) as container:
             is_open = True
             if not container.streams.video:
-                raise InputError(f"{shown_path(path)} holds no video, only sound; a video is needed")
+                found = "only sound" if container.streams.audio else "or one that is cut off or damaged"
+                raise InputError(f"{shown_path(path)} holds no video, {found}; a video is needed")
             container.streams.video[0].thread_type = "AUTO"
             yield container
     except (InputError, MemoryError, _FewerFrames):
@@ -187,7 +188,10 @@ def _container(path: str, file: BinaryIO) -> Iterator[InputContainer]:
         if not is_open and not found.endswith("video") and found != "a GIF":
             raise InputError(f"{shown_path(path)} is {found}, not a video that is read; give {READ_FORMATS}") from error
         size = file.seek(0, 2)
-        reason = printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__
+        # What Python trips over is a header that makes no sense.
+        is_pythons = isinstance(error, AttributeError | TypeError | UnicodeError)
+        said = "" if is_pythons else getattr(error, "strerror", None) or str(error)
+        reason = printable(said) or "it cannot be read"
         raise InputError(
             f"{shown_path(path)} is a video that is cut off or damaged ({size} bytes): {reason}; fetch it again"
         ) from error

@@ -16,6 +16,16 @@ def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(checkpoint.generation_eos_ids + checkpoint.config.eos_ids + tokenizer.eos_ids))
 
 
+def end_warnings(checkpoint: Checkpoint, ids: Sequence[int]) -> list[str]:
+    """What is wrong with the ids that end an answer."""
+    files = "generation_config.json, config.json and tokenizer_config.json"
+    vocab_size = checkpoint.config.text.vocab_size
+    if not ids:
+        return [f"{files} name no id that ends an answer: it goes on for as many tokens as are asked for"]
+    beyond = [end_id for end_id in ids if end_id >= vocab_size]
+    return [f"end ids {beyond} are outside the vocabulary ({vocab_size} ids): {files} name them"] if beyond else []
+
+
 def check_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     """Raise CheckpointError when ordinary text could become ids that the model has no embedding for.
 

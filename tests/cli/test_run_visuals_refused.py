@@ -309,7 +309,12 @@ def test_host_memory_that_is_used_up_names_the_file(
     def used_up(*_: object) -> None:
         raise MemoryError("Unable to allocate 9 GiB")
 
+    def wordless(*_: object) -> None:
+        raise MemoryError
+
     path = frames(tmp_path / "clip") if kind == "video" else IMAGES / "rgb_96x64.png"
+    monkeypatch.setattr(place, wordless)
+    assert f"no room for {path} (none left); " in refuse(f"--{kind}", path, "hi")
     monkeypatch.setattr(place, used_up)
     line = refuse(f"--{kind}", path, "hi")
     assert line.startswith(f"out of memory: there is no room for {path} (Unable to allocate 9 GiB); {advice}")

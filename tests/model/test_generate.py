@@ -10,7 +10,7 @@ import pytest
 
 from kestrel_cuda.config import Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import InputError, InternalError
+from kestrel_cuda.errors import CheckpointError, InputError, InternalError
 from scripts.make_tiny_model import TEXT, Tensors, make_chain, make_t0
 from tests.checkpoints import edit_json
 from tests.engines import generate, layer_bytes, random_ids
@@ -144,7 +144,7 @@ class TestStopping:
         assert engine.backend is not None
         weight_k = engine._model._fixed.final_k
         engine.backend.write(weight_k, np.full(weight_k.shape, np.nan, np.float32))
-        with pytest.raises(InternalError, match="no logit is a number at step 0"):
+        with pytest.raises(CheckpointError, match="no logit is a number at step 0"):
             list(engine.generate(random_ids(6), 3))
 
 

@@ -16,6 +16,7 @@ from kestrel_cuda.errors import CheckpointError, InputError
 from kestrel_cuda.inputs.chat import ChatTemplate, encode_chat, end_ids
 from kestrel_cuda.inputs.messages import check_messages
 from kestrel_cuda.inputs.tokenizer import Tokenizer
+from kestrel_cuda.inputs.vocabulary import end_warnings
 from tests import checkpoints
 from tests.checkpoints import edit_json
 
@@ -277,6 +278,20 @@ def test_a_template_that_refuses_is_an_input_error(text: str) -> None:
 
 
 # End ids
+
+
+def test_a_checkpoint_that_names_no_end_is_warned_of(directory: Path) -> None:
+    def warnings() -> list[str]:
+        checkpoint = open_checkpoint(directory)
+        return end_warnings(checkpoint, end_ids(checkpoint, Tokenizer.load(directory)))
+
+    assert warnings() == []
+    edit_json(directory / "generation_config.json", {"eos_token_id": 2147483647})
+    assert warnings()[0].startswith("end ids [2147483647] are outside the vocabulary")
+    (directory / "generation_config.json").unlink()
+    edit_json(directory / "config.json", {}, ("text_config.eos_token_id",))
+    edit_json(directory / "tokenizer_config.json", {}, ("eos_token",))
+    assert "name no id that ends an answer" in warnings()[0]
 
 
 def test_end_ids_are_the_union(directory: Path) -> None:

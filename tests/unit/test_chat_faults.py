@@ -116,7 +116,47 @@ def test_half_a_character_is_whose_it_is(small: Tokenizer) -> None:
             encode_chat(ChatTemplate(text, "here"), small, USER)
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_template_is_named(directory: Path, text: str) -> None:
+    (directory / "chat_template.jinja").write_text(text)
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja has an empty chat template \(\d bytes\); fetch"):
+        ChatTemplate.load(directory)
+
+
 # Conversations
+
+
+@pytest.mark.parametrize(
+    ("conversation", "left_out"),
+    [
+        (
+            [{"role": "user", "content": "hi"}, {"role": "system", "content": "In French."}],
+            r"message 2 \(system\); it may",
+        ),
+        (
+            [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, *USER],
+            r"message 2 \(system\); it may",
+        ),
+        ([{"role": "critic", "content": "hi"}, *USER], r"message 1 \(critic\); change"),
+    ],
+)
+def test_a_text_that_the_template_leaves_out_is_refused(
+    directory: Path, small: Tokenizer, conversation: list[dict[str, object]], left_out: str
+) -> None:
+    template = ChatTemplate.load(directory)
+    assert template is not None
+    with pytest.raises(InputError, match=rf"\(chat_template\.jinja\) leaves out the text of {left_out}"):
+        encode_chat(template, small, conversation)
+
+
+def test_blanks_and_earlier_thoughts_may_be_left_out(small: Tokenizer) -> None:
+    text = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    conversation = [
+        *USER,
+        {"role": "assistant", "content": "<think>No.</think>Yes."},
+        {"role": "user", "content": " And? "},
+    ]
+    assert small.decode(encode_chat(ChatTemplate(text, "here"), small, conversation)).startswith("Hi")
 
 
 def test_a_conversation_of_every_private_character(small: Tokenizer) -> None:

@@ -345,3 +345,8 @@ def test_a_byte_order_mark_is_dropped(config: Path) -> None:
     before = read_config(config)
     config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
     assert read_config(config) == before
+
+
+def test_pixels_have_three_colours(config: Path) -> None:
+    edit_json(config, {"vision_config.in_channels": 1})
+    assert "in_channels is 1; it has to be 3" in error_of(config)

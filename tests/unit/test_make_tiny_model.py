@@ -125,3 +125,21 @@ def test_a_chain_refuses_what_it_cannot_answer(tmp_path: Path) -> None:
         make_chain(tmp_path, [5, 6], start_id=6)
     with pytest.raises(ValueError, match="257 ids"):
         make_chain(tmp_path, range(1, 257), start_id=0)
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "m"))
+
+    monkeypatch.setattr(sys, "argv", ["make", str(tmp_path / "m"), "--layers", "1"])
+    monkeypatch.setattr("scripts.make_tiny_model.write_json", full)
+    assert main() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "argv", ["make", str(tmp_path / "m"), "--layers", "1"])
+    assert main() == 0
+    assert (tmp_path / "m" / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -113,3 +113,30 @@ def test_a_refusal_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
 
     assert kinds.finish(refuse, argparse.Namespace()) == 2
     assert capsys.readouterr() == ("", "no GPU was found\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "torch is not installed, and this takes it: "),
+        (
+            OSError(27, "File too large", "/tmp/a.bin"),
+            "/tmp/a.bin: File too large; make room, allow it or give another",
+        ),
+        (OSError("odd"), "odd; make room"),
+    ],
+)
+def test_what_a_machine_lacks_is_one_line_too(capsys: pytest.CaptureFixture[str], error: Exception, line: str) -> None:
+    def fail(_: argparse.Namespace) -> None:
+        raise error
+
+    assert kinds.finish(fail, argparse.Namespace()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(line)
+    assert said.count("\n") == 1
+
+
+def test_a_blank_folder_is_refused() -> None:
+    for text in ("", " "):
+        with pytest.raises(argparse.ArgumentTypeError, match="blank"):
+            kinds.out_folder(text)

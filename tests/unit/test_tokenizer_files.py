@@ -109,3 +109,49 @@ def test_added_tokens_of_no_text_are_named(older: Path, content: object) -> None
     Tokenizer.load(older)
     edit_json(older / "tokenizer_config.json", {"added_tokens_decoder.614.content": content})
     assert "added_tokens_decoder.614 is {" in error_of(older)
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["model"].update(continuing_subword_prefix="##"),
+        lambda content: content.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        lambda content: content.update(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        ),
+    ],
+)
+def test_what_the_library_panics_at_is_named(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A panic is no Exception of Python's."""
+    change_json(directory / "tokenizer.json", change)
+    assert "tokenizer.json" in error_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("longest", "stride"), [(4, 4), (1, 5)], ids=["a stride as long as the limit", "a stride longer than the limit"]
+)
+def test_saved_limits_never_cut_a_prompt(directory: Path, longest: int, stride: int) -> None:
+    expected = Tokenizer.load(directory).encode("hello there world")
+    saved = {"direction": "Right", "max_length": longest, "strategy": "LongestFirst", "stride": stride}
+    change_json(directory / "tokenizer.json", lambda content: content.update(truncation=saved))
+    assert Tokenizer.load(directory).encode("hello there world") == expected
+
+
+def test_a_text_is_cut_in_one_way(directory: Path) -> None:
+    """`dropout` leaves merges out by chance, which is a means of training."""
+    expected = Tokenizer.load(directory).encode_plain("hello there world")
+    change_json(directory / "tokenizer.json", lambda content: content["model"].update(dropout=0.9))
+    tokenizer = Tokenizer.load(directory)
+    for _ in range(8):
+        assert tokenizer.encode("hello there world") == tokenizer.encode_plain("hello there world") == expected

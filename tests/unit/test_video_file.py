@@ -239,6 +239,10 @@ def test_what_is_no_video(tmp_path: Path) -> None:
     assert refusal(empty) == " is empty (0 bytes); a video is needed: fetch it again"
     assert refusal(still).startswith(" is a PNG, not a video")
     assert refusal(sound) == " holds no video, only sound; a video is needed"
+    write(tmp_path / "whole.mp4", numbered(12))
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "whole.mp4").read_bytes()[:-200])
+    assert "only sound" not in refusal(tmp_path / "cut.mp4")
+    assert "cut off or damaged" in refusal(tmp_path / "cut.mp4")
     assert refusal(tmp_path / "no.mp4") == " does not exist; check the path of the video"
     assert refusal(tmp_path) == " is a directory, not a file; the path of a video file is needed"
     assert refusal(write(tmp_path / "e.avi", numbered(1))).startswith(" has 1 frame; at least 2 are needed")
