@@ -101,8 +101,8 @@ class Generation:
     def __iter__(self) -> Iterator[Token]:
         """Tokens as they are chosen.
 
-        Raises CheckpointError when no logit is a number, or, after the last token, when a file that was read for every
-        one is not what it was.
+        Raises CheckpointError when no logit is a number, or when a file that is read for every token is not what it
+        was. That is looked at before each: the system ends a process that reads where a mapped file is no more.
         """
         before, hidden_sk = self._prefill()
         chosen = self._read_chosen()
@@ -113,6 +113,7 @@ class Generation:
         self._collect_step(first_step)
         yield self._take(chosen, self._ttft_ms)
         while self._stop_reason is None:
+            self._check_source()
             if self._logits != "none":
                 # Reading and hashing the last logits is no part of the next token's time.
                 now = self._backend.mark()
@@ -123,8 +124,7 @@ class Generation:
             now = later
             self._collect_step(self._step_logits_row())
             yield self._take(chosen, self._decode_ms[-1])
-        if self._read_on is not None:
-            self._read_on.check_unchanged()
+        self._check_source()
 
     def interrupt(self) -> None:
         """Stop here: the device finishes what it has been given, and the report says "interrupt"."""
@@ -222,6 +222,10 @@ class Generation:
             self._model.forward(self.state, 1, num_slots, capture_layers=capture_layers)
             self._model.logits(self._model.h_mk, 1)
         self._backend.choose(self._model.logits_mv[0], self._num_ids, self.state, 1)
+
+    def _check_source(self) -> None:
+        if self._read_on is not None:
+            self._read_on.check_unchanged()
 
     def _read_chosen(self) -> int:
         chosen = int(self._backend.to_host(self.state.chosen)[0])

@@ -172,13 +172,13 @@ def _vision_config(path: Path, config: ModelConfig) -> VisionConfig:
 
 
 def _check_count(path: Path, key: str, needed: int, prefix: str, names: Collection[str]) -> None:
-    """Raise when config.json counts more than is stored under `prefix`.
+    """Raise when config.json counts more or fewer than are stored under `prefix`.
 
     Single tensors lost from a plausible count are left to `_check_tensors`, which names them.
     """
     stored = stored_numbers(prefix, names)
     gapless = stored == set(map(str, range(len(stored))))
-    if needed > len(stored) and (gapless or needed > len(names)):
+    if (gapless and needed != len(stored)) or needed > len(names):
         raise CheckpointError(
             f"{path / 'config.json'}: {key} is {needed}, but {len(stored)} are stored ({prefix}*); "
             "take config.json and the tensors from the same checkpoint"

@@ -119,6 +119,15 @@ def test_more_layers_than_are_stored(directory: Path, key: str, stored: str, cou
     assert f"is {count}, {stored}" in message
 
 
+def test_fewer_layers_than_are_stored(directory: Path) -> None:
+    """An answer of half a model would look like one."""
+    edit_json(directory / "config.json", {"text_config.num_hidden_layers": 2})
+    assert "num_hidden_layers is 2, but 4 are stored" in error_of(directory)
+    edit_json(directory / "config.json", {"text_config.num_hidden_layers": 4})
+    edit_json(directory / "config.json", {"vision_config.depth": 2, "vision_config.deepstack_visual_indexes": [0, 1]})
+    assert "depth is 2, but 3 are stored" in error_of(directory)
+
+
 def test_more_mergers_than_are_stored(directory: Path) -> None:
     edit_json(directory / "config.json", {"vision_config.deepstack_visual_indexes": [0, 1, 2]})
     assert "deepstack_visual_indexes, counted, is 3, but 2 are stored" in error_of(directory)
