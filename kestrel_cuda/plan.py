@@ -227,6 +227,8 @@ class _Planner(Sizes):
             message += "; everything resident fits"
         elif self.flags.keep:
             message += f"; {self.flags.keep} {best} fits"
+        elif over_budget or self.config.vram_bytes is not None:
+            message += f"; give {'--cache-budget' if over_budget else '--vram'} {needed}"
         return DoesNotFit(message, self.bound(keep))
 
     def _nothing_fits(self) -> DoesNotFit:

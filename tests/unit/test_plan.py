@@ -187,7 +187,7 @@ def test_what_is_needed_is_enough() -> None:
 
 
 def test_what_lays_no_window_is_advised_none() -> None:
-    said = r"^keeping all of 28 layers resident needs \d+MiB, more than --vram \S+ \S+$"
+    said = r"^keeping all of 28 layers resident needs (\d+MiB), more than --vram \S+ \S+; give --vram \1$"
     for vram_bytes in (MIB, 2 * GIB):
         with pytest.raises(DeviceError, match=said):
             plan(vram_bytes=vram_bytes, keep=0, flags=Flags(None))
