@@ -193,9 +193,13 @@ def test_what_cannot_be_done_is_one_line(run: Run, arguments: tuple[str, ...], m
     assert set(json.loads(out)) == {"error"}
 
 
-def test_an_interrupted_answer_keeps_what_it_has() -> None:
+@pytest.mark.parametrize("keep", ["off", "1"], ids=["resident", "in the middle of copies"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_an_interrupted_answer_keeps_what_it_has(backend: str, keep: str) -> None:
+    """With a window a copy is under way at nearly every moment."""
+    arguments = ["hi", "--ignore-eos", "-n", "3000", "--backend", backend, "--keep", keep]
     process = subprocess.Popen(
-        [sys.executable, "-m", "kestrel_cuda", "run", "hi", "--ignore-eos", "-n", "3000", "--backend", "cpu"],
+        [sys.executable, "-m", "kestrel_cuda", "run", *arguments],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
