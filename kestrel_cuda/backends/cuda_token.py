@@ -24,17 +24,20 @@ from kestrel_cuda.quant.packed import Element
 
 # Sizes shared with kernels/token.cuh; tests/kernels/test_signatures.py reads them out of the sources.
 THREADS, WARPS = 512, 16
+COPY_THREADS = 128
 COLUMNS = 16
 PIECE_INPUTS = 128
 PIECE_GROUPS = PIECE_INPUTS // ACTIVATION_GROUP
 MOST_NORM_INPUTS = 8 * THREADS
 COUNTER_WORDS = 2 * 32
 NUM_LAYER_POINTERS = 6
-LEAST_SLOTS, MOST_SLOTS = 2, 6
+BOX_ITEMS = 4
+ITEM_BIT, KIND_BIT = 16, 24
+LEAST_SLOTS, MOST_SLOTS = 6, 24
 MOST_SETS_AT_ONCE = 4
 MMA_ROWS, SUBTILES = 16, 4
-COPY_CAPABILITIES = range(90, 120)
-"""Compute capabilities with a bulk copy engine and enough shared memory."""
+COPY_CAPABILITY = 90
+"""The compute capability whose instructions the kernel has: bulk copies, registers that change hands."""
 
 HEAD_DIMS = (32, 64, 128)
 
@@ -68,6 +71,30 @@ class Cut:
     def least_bytes(self) -> int:
         """Inputs, and piece sums of a set in each of two buffers and of half a set."""
         return self.input_bytes + (3 if self.num_halved else 2) * self.sums_bytes
+
+    @property
+    def box_items(self) -> int:
+        """Items of a column, or of its pair of gate and up, in a box."""
+        return BOX_ITEMS // 2 if self.gate_up else BOX_ITEMS
+
+    def boxes(self, block: int, num_blocks: int) -> list[int]:
+        """What a block copies of this matrix, in the order of its use: a word a box as kernels/token_ring.cuh reads it,
+        but for its kind."""
+        num_whole = self.num_sets - self.num_halved
+        if block >= num_whole:
+            return []
+        words = []
+        if block < 2 * self.num_halved:
+            half = self.num_pieces // 2
+            first, end = (half, self.num_pieces) if block % 2 else (0, half)
+            words += self._boxes_of(num_whole + block // 2, first, end)
+        for number in range(block, num_whole, num_blocks):
+            words += self._boxes_of(number, 0, self.num_pieces >> self.items_are_pairs)
+        return words
+
+    def _boxes_of(self, number: int, first_item: int, end_item: int) -> list[int]:
+        column = number * self.set_columns // COLUMNS
+        return [column | item << ITEM_BIT for item in range(first_item, end_item, self.box_items)]
 
     def fit(self, work_bytes: int) -> Cut:
         """With as many sets between two barriers as `work_bytes` of shared memory have room for."""
@@ -126,9 +153,20 @@ def _cut(
     )
 
 
+def copy_order(cuts: Sequence[Cut], num_blocks: int) -> NDArray[np.uint32]:
+    """What each block copies in turn, [blocks, words]: how many boxes a layer and in lm_head, then those boxes."""
+    lists = []
+    for block in range(num_blocks):
+        layer = [box | kind << KIND_BIT for kind, cut in enumerate(cuts[:4]) for box in cut.boxes(block, num_blocks)]
+        head = cuts[4].boxes(block, num_blocks)
+        lists.append([len(layer), len(head), *layer, *head])
+    longest = max(map(len, lists))
+    return np.array([words + [0] * (longest - len(words)) for words in lists], np.uint32)
+
+
 def slot_bytes(element: Element) -> int:
-    """One item of a ring: 32 columns of a piece and their scales."""
-    return 2 * COLUMNS * (4 * words_per_piece(element) + 2 * PIECE_GROUPS)
+    """One box of a ring: four items of 32 columns of a piece, and their scales."""
+    return BOX_ITEMS * 2 * COLUMNS * (4 * words_per_piece(element) + 2 * PIECE_GROUPS)
 
 
 def words_per_piece(element: Element) -> int:
@@ -139,7 +177,7 @@ def words_per_piece(element: Element) -> int:
 def few_rows_bytes(head_dim: int, queries_per_kv: int) -> int:
     """attention_few.cuh's `FewRows`, rounded up to 16, and the weighted values of four subtiles."""
     weights = max(MMA_ROWS * (SPLIT_SLOTS + 8) * 2, WARPS * head_dim * 4)
-    floats = (WARPS + SUBTILES) * MMA_ROWS * 4
+    floats = (WARPS + 4 + 1 + SUBTILES) * MMA_ROWS * 4
     fixed = MMA_ROWS * (head_dim + 8) * 2 + weights + floats + 2 * head_dim * 2 + 4
     return -(-fixed // 16) * 16 + SUBTILES * queries_per_kv * head_dim * 4
 
@@ -156,7 +194,7 @@ def least_work_bytes(cuts: list[Cut], head_dim: int, queries_per_kv: int) -> int
 
 
 def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
-    """The driver's description, as 16 words, of a matrix [rows, columns] of codes or scales by the items of a cut.
+    """The driver's description, as 16 words, of a matrix [rows, columns] of codes or scales by the boxes of a cut.
 
     Its axes, innermost first: columns, halves of an item or gate and up, rows of a piece, pieces or pairs of them.
     Raises DeviceError when the driver refuses.
@@ -170,7 +208,7 @@ def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
         num_items, shape, box = cut.num_pieces // 2, (columns, 2), (COLUMNS, 2)
         strides = (piece_bytes, row_bytes, 2 * piece_bytes)
     elif cut.gate_up:
-        num_items, shape, box = cut.num_pieces, (columns // 2, 2), (2 * COLUMNS, 1)
+        num_items, shape, box = cut.num_pieces, (columns // 2, 2), (2 * COLUMNS, 2)
         strides = (row_bytes // 2, row_bytes, piece_bytes)
     else:
         num_items, shape, box = cut.num_pieces, (columns, 1), (2 * COLUMNS, 1)
@@ -182,7 +220,7 @@ def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
         array.data.ptr,
         [driver.cuuint64_t(length) for length in (*shape, rows_per_piece, num_items)],
         [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(length) for length in (*box, rows_per_piece, 1)],
+        [driver.cuuint32_t(length) for length in (*box, rows_per_piece, cut.box_items)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -221,9 +259,11 @@ class CudaWholeToken:
         attended = heads.num_heads * heads.head_dim
         matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         maps = copy_maps([*matrices, decoder.lm_head], cuts[:4] * len(layers) + cuts[4:])
+        order = copy_order(cuts, steps.num_multiprocessors)
         self._steps, self._kernel, self._shared_bytes = steps, kernel, room
         self._owned = {
             "copy_maps": steps.to_device(maps.view(np.uint8)),
+            "copy_order": steps.to_device(order),
             "pointers": steps.to_device(np.array([_beside(layer) for layer in layers], np.uint64)),
             "cuts": steps.to_device(np.array([astuple(cut) for cut in cuts], np.int32)),
             "h_words": steps.zeros((hidden,), np.uint64),
@@ -243,6 +283,7 @@ class CudaWholeToken:
             "arrived_h": scratch.arrived_h,
             "num_layers": len(layers),
             "num_slots": num_slots,
+            "order_stride": order.shape[1],
             "hidden": hidden,
             "num_kv_heads": heads.num_kv_heads,
             "k_column": heads.k_column,
@@ -256,8 +297,8 @@ class CudaWholeToken:
 
     def __call__(self, state: SequenceState) -> None:
         self._kernel(
-            (self._steps.num_multiprocessors,), (THREADS,), shared_bytes=self._shared_bytes, cos_sd=state.cos_sd,
-            sin_sd=state.sin_sd, position=state.position, **self._owned, **self._given,
+            (self._steps.num_multiprocessors,), (THREADS + COPY_THREADS,), shared_bytes=self._shared_bytes,
+            cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position, **self._owned, **self._given,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -270,7 +311,7 @@ class TokenSteps(AttentionSteps):
     """The whole token of `Backend` on a GPU."""
 
     def whole_token(self, decoder: Decoder) -> CudaWholeToken | None:
-        if self.compute_capability not in COPY_CAPABILITIES or not driver_bindings_work() or not _is_served(decoder):
+        if self.compute_capability != COPY_CAPABILITY or not driver_bindings_work() or not _is_served(decoder):
             return None
         heads, first, num_blocks = decoder.heads, decoder.layers[0], self.num_multiprocessors
         kernel = self.kernels[f"decode_token_{first.qkv.geometry.element.value}_{heads.head_dim}"]
@@ -284,8 +325,8 @@ class TokenSteps(AttentionSteps):
 
 
 def ring_bytes(decoder: Decoder) -> int:
-    """Shared memory of a slot and its barrier in every warp's ring."""
-    return WARPS * (slot_bytes(decoder.lm_head.geometry.element) + 8)
+    """Shared memory of a ring's slot and its two barriers."""
+    return slot_bytes(decoder.lm_head.geometry.element) + 2 * 8
 
 
 def dynamic_bytes(device: CudaDevice, kernel: Kernel) -> int:
@@ -304,7 +345,7 @@ def _is_served(decoder: Decoder) -> bool:
         and all(len(same) == 1 for same in geometries)
         and len({geometry.element for geometry in flat}) == 1
         and all(geometry.group_size == ACTIVATION_GROUP and geometry.k_padded % PIECE_INPUTS == 0 for geometry in flat)
-        and all(geometry.n_padded % 8 == 0 for geometry in flat)
+        and all(geometry.n_padded % 8 == 0 and geometry.k_padded < PIECE_INPUTS << 8 for geometry in flat)
         and hidden <= MOST_NORM_INPUTS
         and layers[0].gate_up.geometry.num_outputs == 2 * intermediate
         and intermediate % ACTIVATION_GROUP == 0

@@ -46,69 +46,73 @@ constexpr int kMergedAtOnce = 8;      // splits
 
 // What a block of few rows keeps in shared memory.
 template <int kHeadDim, typename NewRow>
-struct FewRows {
+struct __align__(16) FewRows {
     u16 queries[kMmaRows * Shape<kHeadDim>::kQueryStride];
     union {
         float normed[kFewWarps][kHeadDim];     // on the way to the queries
         u16 weights[kMmaRows * kWeightStride];
     };
-    float maxima[kFewWarps][kMmaRows];
+    float maxima[kMmaRows][kFewWarps + 4];     // so that rows' reads of 16 bytes meet no bank twice
+    float row_max[kMmaRows];
     float sums[kSubtiles][kMmaRows];
     NewRow new_key, new_value;
     int is_last;
 };
 
-// Dots of the query rows with a warp's keys, a chain of mma over the channels for each tile, the tiles side by side: so a
-// query fragment is held for one step alone.
+// Dots of the query rows with a warp's keys, a chain of mma over the channels for each tile that has slots.
 template <int kHeadDim, typename Rows>
-__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query_rows, const Keys<Rows>& keys) {
+__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query_rows, const Keys<Rows>& keys, int num_slots) {
     using S = Shape<kHeadDim>;
     const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
 #pragma unroll
-    for (int t = 0; t < kKeyTiles; ++t) dots[t][0] = dots[t][1] = dots[t][2] = dots[t][3] = 0.0f;
+    for (int t = 0; t < kKeyTiles; ++t) {
+        dots[t][0] = dots[t][1] = dots[t][2] = dots[t][3] = 0.0f;
+        if (tile_slot(t) >= num_slots) continue;
 #pragma unroll
-    for (int run = 0; run < S::kKeyRuns; ++run) {
-        Run<S::kKeyHalves> top, bottom;
-        const int channel = (run * 4 + j) * S::kKeyHalves;
-        top.load(query_rows + quad * S::kQueryStride + channel);
-        bottom.load(query_rows + (quad + 8) * S::kQueryStride + channel);
+        for (int run = 0; run < S::kKeyRuns; ++run) {
+            Run<S::kKeyHalves> top, bottom;
+            const int channel = (run * 4 + j) * S::kKeyHalves;
+            top.load(query_rows + quad * S::kQueryStride + channel);
+            bottom.load(query_rows + (quad + 8) * S::kQueryStride + channel);
 #pragma unroll
-        for (int i = 0; i < S::kKeyHalves / 4; ++i) {
-            const u32 q[4] = {top.words[2 * i], bottom.words[2 * i], top.words[2 * i + 1], bottom.words[2 * i + 1]};
-#pragma unroll
-            for (int t = 0; t < kKeyTiles; ++t)
+            for (int i = 0; i < S::kKeyHalves / 4; ++i) {
+                const u32 q[4] = {top.words[2 * i], bottom.words[2 * i], top.words[2 * i + 1], bottom.words[2 * i + 1]};
                 mma_m16n8k16(dots[t], q, keys.word(t, run, 2 * i), keys.word(t, run, 2 * i + 1));
+            }
         }
     }
 }
 
 // One split for up to 16 query rows in shared memory: `out` [subtile][row][d] gets the weighted values of each subtile,
-// shared.sums the sums of weights, maxima[0] the maximum of each row. Every thread of the block takes part.
+// shared.sums the sums of weights, row_max the maximum of each row. Every thread of the block takes part.
 template <int kHeadDim, typename NewRow, typename Rows>
 __device__ inline void split_of_few_rows(FewRows<kHeadDim, NewRow>& shared, const Keys<Rows>& keys, const Values<Rows>& values,
                                          int num_rows, int num_slots, float scale, float* out) {
     const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
     float scores[kKeyTiles][4];
     {
-        score_tiles<kHeadDim>(scores, shared.queries, keys);
+        score_tiles<kHeadDim>(scores, shared.queries, keys, num_slots);
         float top = minus_infinity(), bottom = minus_infinity();
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) {
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                scores[t][c] = warp * kSlotsPerWarp + t * 8 + 2 * j + c % 2 < num_slots ? mul_rn(scores[t][c], scale) : minus_infinity();
+                scores[t][c] = tile_slot(t) + 2 * j + c % 2 < num_slots ? mul_rn(scores[t][c], scale) : minus_infinity();
             top = fmaxf(top, fmaxf(scores[t][0], scores[t][1]));
             bottom = fmaxf(bottom, fmaxf(scores[t][2], scores[t][3]));
         }
         top = quad_max(top), bottom = quad_max(bottom);
-        if (j == 0) shared.maxima[warp][quad] = top, shared.maxima[warp][quad + 8] = bottom;
+        if (j == 0) shared.maxima[quad][warp] = top, shared.maxima[quad + 8][warp] = bottom;
     }
-    __syncthreads();
+    sync_few();
     float row_max[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
-    for (int w = 0; w < kFewWarps; ++w)
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) row_max[half] = fmaxf(row_max[half], shared.maxima[w][quad + 8 * half]);
+        for (int w = 0; w < kFewWarps; w += 4) {
+            const float4 four = *(const float4*)&shared.maxima[quad + 8 * half][w];
+            row_max[half] = fmaxf(row_max[half], fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+        }
 #pragma unroll
     for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
@@ -119,10 +123,10 @@ __device__ inline void split_of_few_rows(FewRows<kHeadDim, NewRow>& shared, cons
                 const float s = scores[t][2 * half + c];
                 p[c] = s == minus_infinity() ? 0.0f : exp2_fast(sub_rn(s, row_max[half]));
             }
-            *(u32*)&shared.weights[(quad + 8 * half) * kWeightStride + warp * kSlotsPerWarp + t * 8 + 2 * j] = pack_halves(p[0], p[1]);
+            *(u32*)&shared.weights[(quad + 8 * half) * kWeightStride + tile_slot(t) + 2 * j] = pack_halves(p[0], p[1]);
         }
-    __syncthreads();
-    if (warp == 0 && j == 0) shared.maxima[0][quad] = row_max[0], shared.maxima[0][quad + 8] = row_max[1];
+    sync_few();
+    if (warp == 0 && j == 0) shared.row_max[quad] = row_max[0], shared.row_max[quad + 8] = row_max[1];
 
     const int subtile = warp / kWarpsPerSubtile, part = warp % kWarpsPerSubtile;
     constexpr int kHalves = Parts<kHeadDim>::kHalves;
@@ -146,7 +150,7 @@ __device__ inline void split_of_few_rows(FewRows<kHeadDim, NewRow>& shared, cons
         for (int t = 0; t < kHalves; ++t) to[t] = acc[t][c];
         if (part == 0 && j == 0 && c % 2 == 0) shared.sums[subtile][row] = sums[c];
     }
-    __syncthreads();
+    sync_few();
 }
 
 __device__ inline float add_subtiles(const float* parts, int stride) {
@@ -250,10 +254,10 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, fl
         for (int i = 0; i < Rotation<kHeadDim>::kChannels; ++i)
             if (rotation.channel(i) < kHeadDim) shared.new_value.put(rotation.channel(i), x[i]);
     }
-    __syncthreads();
+    sync_few();
     if (owns_new) {
         keys.put(shared.new_key, num_known);
-        values.put(shared.new_value, num_known);
+        if (warp / kWarpsPerSubtile == num_known / kSubtile) values.put(shared.new_value, num_known);
         const i64 to = at + (i64)num_known * kHeadDim;
         for (int d = threadIdx.x; d < kHeadDim; d += kFewThreads) {
             a.k.stored[to + d] = shared.new_key.stored[d];
@@ -270,19 +274,19 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, fl
             const i64 to = (i64)(first_head + i / kHeadDim) * a.num_splits + split;
             a.out_hsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, num_values);
             if (i % kHeadDim == 0) {
-                a.max_hs[to] = shared.maxima[0][i / kHeadDim];
+                a.max_hs[to] = shared.row_max[i / kHeadDim];
                 a.sum_hs[to] = add_subtiles(&shared.sums[0][i / kHeadDim], kMmaRows);
             }
         }
         // One thread's fences order what the barriers order before and after them.
-        __syncthreads();
+        sync_few();
         if (threadIdx.x == 0) {
             __threadfence();
             shared.is_last = atomicAdd(&a.arrived_h[kv_head], 1) == used_splits - 1;
             if (shared.is_last) a.arrived_h[kv_head] = 0;
             __threadfence();
         }
-        __syncthreads();
+        sync_few();
         if (!shared.is_last) return;
     }
     for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
@@ -290,7 +294,7 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, fl
         const i64 head = (i64)(first_head + r) * a.num_splits;
         RunningMerge merged;
         if (used_splits == 1)
-            merged.add(shared.maxima[0][r], add_subtiles(&shared.sums[0][r], kMmaRows), add_subtiles(parts + i, num_values));
+            merged.add(shared.row_max[r], add_subtiles(&shared.sums[0][r], kMmaRows), add_subtiles(parts + i, num_values));
         else
             for (int first = 0; first < used_splits; first += kMergedAtOnce) {
                 // All fetched before the first is merged: the merges are a chain, the fetches need not be.

@@ -30,7 +30,7 @@ __device__ inline void attend_split(const float* q_mhd, const Rows& k, const Row
         const i64 to = (first_head + i / kHeadDim) * num_splits + split;
         out_mhsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, queries_per_kv * kHeadDim);
         if (i % kHeadDim == 0) {
-            max_mhs[to] = shared.maxima[0][i / kHeadDim];
+            max_mhs[to] = shared.row_max[i / kHeadDim];
             sum_mhs[to] = add_subtiles(&shared.sums[0][i / kHeadDim], kMmaRows);
         }
     }

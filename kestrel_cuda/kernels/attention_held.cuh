@@ -1,13 +1,18 @@
 // What the warps of a split (attention_few.cuh) hold of its keys and values in registers, over either kind of cache. Int8
 // rows stay codes until their mma: nothing waits for them before it must, and they take half the registers.
 
-// A split is shared by 16 warps: 16 slots each for the scores; for the values, four warps a subtile and a part of the
-// head's channels each (two of them where a part would be less than a tile of 8 columns).
+// A split is shared by 16 warps: two tiles of eight slots each for the scores; for the values, four warps a subtile and a
+// part of the head's channels each (two of them where a part would be less than a tile of 8 columns).
 constexpr int kFewThreads = 512;
 constexpr int kFewWarps = kFewThreads / kWarp;
-constexpr int kSlotsPerWarp = kSplit / kFewWarps;
-constexpr int kKeyTiles = kSlotsPerWarp / 8;
+constexpr int kKeyTiles = kSplit / kFewWarps / 8;
 constexpr int kWarpsPerSubtile = kFewWarps / kSubtiles;
+
+// Those threads meet; a block may have others (token.cuh).
+__device__ inline void sync_few() { asm volatile("bar.sync 1, %0;" ::"n"(kFewThreads) : "memory"); }
+
+// The first slot of a warp's tile of eight keys: few slots are spread over many warps.
+__device__ inline int tile_slot(int t) { return (t * kFewWarps + (int)threadIdx.x / kWarp) * 8; }
 
 template <int kHeadDim>
 struct Parts {
@@ -26,22 +31,24 @@ struct Keys<HalfRows<kHeadDim>> {
     Run<S::kKeyHalves> of[kKeyTiles][S::kKeyRuns];
 
     __device__ void load(const HalfRows<kHeadDim>& k, int num_known) {
-        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+        const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
 #pragma unroll
-        for (int t = 0; t < kKeyTiles; ++t)
+        for (int t = 0; t < kKeyTiles; ++t) {
+            const i64 slot = tile_slot(t) + quad;
 #pragma unroll
             for (int run = 0; run < S::kKeyRuns; ++run) {
-                if (first + t * 8 < num_known) of[t][run].load(k.stored_sd + (i64)(first + t * 8) * kHeadDim + (run * 4 + j) * S::kKeyHalves);
+                if (slot < num_known) of[t][run].load(k.stored_sd + slot * kHeadDim + (run * 4 + j) * S::kKeyHalves);
                 else of[t][run].clear();
             }
+        }
     }
 
     // Put in the key of one more slot, from shared memory.
     __device__ void put(const HalfRow<kHeadDim>& key, int new_slot) {
-        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+        const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t)
-            if (first + t * 8 == new_slot)
+            if (tile_slot(t) + quad == new_slot)
 #pragma unroll
                 for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].load(key.stored + (run * 4 + j) * S::kKeyHalves);
     }
@@ -59,10 +66,10 @@ struct Keys<Int8Rows<kHeadDim>> {
     Run<kGroups> scales[kKeyTiles];
 
     __device__ void load(const Int8Rows<kHeadDim>& k, int num_known) {
-        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4;
+        const int quad = threadIdx.x % kWarp / 4;
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) {
-            const i64 slot = first + t * 8;
+            const i64 slot = tile_slot(t) + quad;
             if (slot < num_known) {
                 load_slot(t, k.stored_sd + slot * kHeadDim, k.scales_sg + slot * kGroups);
             } else {
@@ -74,10 +81,10 @@ struct Keys<Int8Rows<kHeadDim>> {
     }
 
     __device__ void put(const Int8Row<kHeadDim>& key, int new_slot) {
-        const int first = threadIdx.x / kWarp * kSlotsPerWarp + threadIdx.x % kWarp / 4;
+        const int quad = threadIdx.x % kWarp / 4;
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t)
-            if (first + t * 8 == new_slot) load_slot(t, key.stored, key.scales);
+            if (tile_slot(t) + quad == new_slot) load_slot(t, key.stored, key.scales);
     }
 
     __device__ u32 word(int t, int run, int i) const {

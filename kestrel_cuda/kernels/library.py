@@ -22,7 +22,13 @@ from kestrel_cuda.errors import DeviceError, InternalError
 ARCHITECTURES = (80, 86, 89, 90, 120)
 """Compute capabilities every kernel is compiled for in tests."""
 
-FEATURE_ARCHITECTURES = {"gemm_warpgroup": 90, "vision_attention_warpgroup": 90, "vision_linear_warpgroup": 90}
+FEATURE_ARCHITECTURES = {
+    "gemm_warpgroup": 90,
+    "token": 90,
+    "token_small": 90,
+    "vision_attention_warpgroup": 90,
+    "vision_linear_warpgroup": 90,
+}
 """Files with instructions that one architecture alone has, and which: they are compiled for it with its own features
 (sm_90a) and for no other."""
 

@@ -7,6 +7,7 @@
 #include "attention_few.cuh"
 #include "token_words.cuh"
 #include "barriers.cuh"
+#include "warpgroup.cuh"
 #include "token_ring.cuh"
 #include "token_sums.cuh"
 #include "token.cuh"

@@ -1,8 +1,9 @@
 // One row through every layer and lm_head in one launch (decode with everything resident).
 //
-// A block a multiprocessor stays for the whole token. Every warp has the weights it will use copied, in the order it
-// will use them, into a ring of its own in shared memory by the bulk copy engine; the rings run ahead over the waits
-// between stages, so the memory does not rest while blocks wait for one another.
+// A block a multiprocessor stays for the whole token. One thread of it has the weights it will use copied, in the order it
+// will use them, into a ring in shared memory by the bulk copy engine. The ring runs ahead over the waits between stages,
+// so the memory does not rest while blocks wait for one another, and by few boxes at a time, so that their words do not
+// wait long behind weights.
 //
 // What one stage hands to the next goes through device memory as flagged words: 32 bits of data beside the number of
 // the stage that wrote them, stored and loaded together, so a reader polls the data itself and needs no other signal.
@@ -12,8 +13,9 @@
 // ascending order, pieces added in ascending order; norms, activation codes and attention as in decode.cu, pointwise.cu
 // and attention_few.cuh.
 //
-// Needs the bulk copies of compute capability 9.0, and more shared memory than 12.0 gives a block; elsewhere the kernel is
-// empty and never launched.
+// The dots are integer sums that dp4a makes. mma would take fewer instructions, and a card whose multiprocessors all
+// multiply integer matrices runs at a clock 5 % lower. Compute capability 9.0 alone: registers go from the warps that copy
+// to those that sum, by an instruction of its own.
 
 enum Counter { kLeft, kEpoch, kNumCounters };
 constexpr int kCounterStride = 32;     // words between counters: one to a cache line
@@ -24,6 +26,7 @@ enum LayerPointer { kInputNorm, kPostNorm, kQNorm, kKNorm, kKeys, kValues, kLaye
 // Everything a token needs; host and kernel share the order through the kernel's parameters.
 struct Token {
     const u8* copy_maps;               // [4 * layers + 1][codes, scales] tensor maps of 128 bytes
+    const u32* copy_order;             // [blocks][order_stride], as Ring's `copy_all` reads it
     const u64* pointers;               // [layers][kLayerPointers]
     const int* cuts;                   // [kNumKinds] Cut
     const float* final_norm_k;
@@ -32,13 +35,14 @@ struct Token {
     u64* half_words;                   // flagged: [num_halved][gate, up][columns]
     float* logits_v;
     u32* counters;
-    int num_layers, num_slots, hidden, num_kv_heads;
+    int num_layers, num_slots, order_stride, hidden, num_kv_heads;
     RowAttention<HalfCache> attention; // of no layer yet
 };
 
-// Dynamic shared memory in bytes from its start; `work` is what one stage at a time needs, attention or linear.
+// Dynamic shared memory in bytes from its start, behind the ring; `work` is what one stage at a time needs, attention or
+// linear.
 struct Room {
-    int barriers, own_h, pointers, cuts, work;
+    int cuts, pointers, own_h, work;
 };
 
 __device__ inline u32 load_acquire(const u32* at) {
@@ -107,12 +111,11 @@ __device__ inline void norm_parts(const Token& token, const float* weight_k, boo
     if (kParts > 4) load_weight();
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-        if (is_input(i)) sum = fma_rn(h[i], h[i], sum);
+    for (int i = 0; i < kParts; ++i) sum = fma_rn(h[i], h[i], sum);      // past the row's end are zeros
     sum = warp_sum(sum);
     // The barrier at the end keeps this from the next norm's.
     if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = sum;
-    __syncthreads();
+    sync_few();
     sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum = add_rn(sum, scratch[w]);
@@ -123,10 +126,10 @@ __device__ inline void norm_parts(const Token& token, const float* weight_k, boo
     for (int i = 0; i < kParts; i += kAtOnce) {
         float y[kAtOnce];
 #pragma unroll
-        for (int g = 0; g < kAtOnce; ++g) y[g] = is_input(i + g) ? mul_rn(weight[i + g], mul_rn(h[i + g], rstd)) : 0.0f;
+        for (int g = 0; g < kAtOnce; ++g) y[g] = mul_rn(weight[i + g], mul_rn(h[i + g], rstd));
         quantize_groups(threadIdx.x / kWarp + i * kWarps, num_groups, y, to);
     }
-    __syncthreads();
+    sync_few();
 }
 
 __device__ inline void norm_codes(const Token& token, const float* weight_k, bool is_first, u32 epoch, const Codes& to) {
@@ -137,7 +140,7 @@ __device__ inline void norm_codes(const Token& token, const float* weight_k, boo
 // Codes that other blocks made, as flagged words.
 __device__ inline void await_codes(const u64* words, int num_groups, u32 epoch, const Codes& to) {
     // They may come where the warps that add the last stage's pieces still read.
-    __syncthreads();
+    sync_few();
     const int num_words = num_groups * (kGroup / 4), num_all = num_words + num_groups;
     constexpr int kAtOnce = 4;
     for (int first = threadIdx.x; first < num_all; first += kAtOnce * kThreads) {
@@ -156,13 +159,12 @@ __device__ inline void await_codes(const u64* words, int num_groups, u32 epoch, 
             ((u32*)to.codes)[i] = word[k].await(words + i, epoch);
         }
     }
-    __syncthreads();
+    sync_few();
 }
 
-// This block's splits of a layer's attention, if it has any. Apart from its caller, so that nothing it could compute ahead
-// of the layers is held throughout.
+// This block's splits of a layer's attention, if it has any.
 template <int kHeadDim>
-__device__ __noinline__ void attend(const Token& token, const u64* pointers, int work_at, u32 epoch,
+__device__ inline void attend(const Token& token, const u64* pointers, int work_at, u32 epoch,
                                     bool is_first_layer) {
     extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];
     const int num_units = token.num_kv_heads * token.attention.used_splits();
@@ -170,12 +172,12 @@ __device__ __noinline__ void attend(const Token& token, const u64* pointers, int
     __shared__ RowAttention<HalfCache> a;        // not in registers, which keys and values take
     if (is_first_layer) {
         if (threadIdx.x == 0) a = token.attention;
-        __syncthreads();
+        sync_few();
     }
     if (threadIdx.x < 2) (&a.q_norm_d)[threadIdx.x] = (const float*)pointers[kQNorm + threadIdx.x];
     else if (threadIdx.x < 4) (&a.k)[threadIdx.x - 2].stored = (u16*)pointers[kKeys + threadIdx.x - 2];
     // The warps that add the last stage's pieces may still be at it.
-    __syncthreads();
+    sync_few();
     const FlaggedRow row = {token.qkv_words, epoch};
     const int num_codes = token.num_kv_heads * a.queries_per_kv * kHeadDim;
     const FlaggedCodes y = {token.attended_words, token.attended_words + num_codes / 4, epoch};
@@ -185,56 +187,50 @@ __device__ __noinline__ void attend(const Token& token, const u64* pointers, int
         float* parts = (float*)(bytes + work_at + (sizeof(few) + 15) / 16 * 16);
         const int split = unit / token.num_kv_heads, kv_head = unit % token.num_kv_heads;
         attend_split_of_row<kHeadDim>(few, parts, a, row, y, split, kv_head, [] {});
-        __syncthreads();
+        sync_few();
     }
 }
 
 template <typename Weights, int kHeadDim>
 __device__ inline void decode_token(const Token& given) {
 #if COPIES_IN_BULK
-    __shared__ Token token;
-    if (threadIdx.x == 0) token = given;
-    __syncthreads();
     extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];
+    __shared__ Token token;
+    __shared__ volatile int is_summing;
+    const Ring<Weights> ring(shared_address(bytes), given.num_slots);
+    ring.init();
+    if (threadIdx.x == 0) token = given, is_summing = 0;
+    __syncthreads();
+    const int num_layers = token.num_layers, num_stages = 4 * num_layers + 1;
+    if (threadIdx.x >= kThreads) {
+        give_registers_back<32>();
+        if (threadIdx.x == kThreads)
+            ring.copy_all(token.copy_maps, token.copy_order + blockIdx.x * token.order_stride, num_layers, &is_summing);
+        return;
+    }
+    take_registers<112>();
     __shared__ Room room;
     __shared__ u32 first_epoch;
-    // Between stages the rings' state lies here, not in registers that attention needs.
+    // Between stages a warp's place in the ring lies here, not in registers that attention needs.
     __shared__ typename Ring<Weights>::Place places[kWarps];
-    const int num_layers = token.num_layers, num_stages = 4 * num_layers + 1;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, hidden = token.hidden;
     auto cut_of = [&](int kind) -> const Cut& { return ((const Cut*)(bytes + room.cuts))[kind]; };
     auto counter = [&](int which) { return token.counters + which * kCounterStride; };
-    auto make_ring = [&] {
-        Ring<Weights> ring;
-        ring.copy_maps = token.copy_maps;
-        ring.cuts = (const Cut*)(bytes + room.cuts);
-        ring.slots = bytes + warp * token.num_slots * Ring<Weights>::kSlotBytes;
-        ring.barriers = shared_address(bytes + room.barriers) + warp * token.num_slots * 8;
-        ring.num_slots = token.num_slots, ring.num_stages = num_stages;
-        return ring;
-    };
     if (threadIdx.x == 0) {
         const int own_rounds = (((const Cut*)token.cuts)[kO].num_sets + gridDim.x - 1) / gridDim.x;
-        room.barriers = kWarps * token.num_slots * Ring<Weights>::kSlotBytes;
-        room.own_h = room.barriers + kWarps * token.num_slots * 8;
-        room.pointers = room.own_h + own_rounds * kWarp * 4;
-        room.cuts = room.pointers + num_layers * kLayerPointers * 8;
-        room.work = (room.cuts + kNumKinds * (int)sizeof(Cut) + 15) / 16 * 16;
+        room.cuts = token.num_slots * (Ring<Weights>::kSlotBytes + 2 * 8);
+        room.pointers = room.cuts + kNumKinds * (int)sizeof(Cut);
+        room.own_h = room.pointers + num_layers * kLayerPointers * 8;
+        room.work = (room.own_h + own_rounds * kWarp * 4 + 15) / 16 * 16;
         first_epoch = load_acquire(counter(kEpoch));
-        for (int i = 0; i < kWarps * token.num_slots; ++i) init_barrier(shared_address(bytes + room.barriers) + i * 8, 1);
-        publish_barriers();
     }
-    __syncthreads();
+    if (lane == 0) places[warp] = {};
+    sync_few();
     for (int i = threadIdx.x; i < kNumKinds * (int)(sizeof(Cut) / 4); i += kThreads)
         ((int*)(bytes + room.cuts))[i] = token.cuts[i];
     for (int i = threadIdx.x; i < num_layers * kLayerPointers; i += kThreads)
         ((u64*)(bytes + room.pointers))[i] = token.pointers[i];
-    __syncthreads();
-    {
-        Ring<Weights> ring = make_ring();
-        ring.start();
-        if (lane == 0) places[warp] = ring.at;
-    }
+    sync_few();
     // The residual of the columns this block adds to: O and down are cut alike.
     if (warp == 0) {
         const Cut& cut = cut_of(kO);
@@ -257,6 +253,7 @@ __device__ inline void decode_token(const Token& given) {
         if ((int)blockIdx.x >= cut.num_whole()) continue;
         const int num_groups = cut.num_groups, input_bytes = cut.input_bytes();
         const Codes codes = {(i8*)(bytes + room.work), (float*)(bytes + room.work + num_groups * kGroup)};
+        Summer<Weights> summer(ring, cut, places[warp]);
         if (kind == kO || kind == kDown) {
             await_codes(kind == kO ? token.attended_words : token.product_words, num_groups, epoch(), codes);
         } else {
@@ -264,9 +261,8 @@ __device__ inline void decode_token(const Token& given) {
                                                     : (const float*)pointers()[kind == kQkv ? kInputNorm : kPostNorm];
             norm_codes(token, weight_k, stage == 0, h_epoch() + (kind == kGateUp), codes);
         }
-        Ring<Weights> ring = make_ring();
-        ring.at = places[warp];
-        sum_sets(ring, cut, codes, (float*)(bytes + room.work + input_bytes), token.half_words, epoch(),
+        if (threadIdx.x == 0) is_summing = 1;
+        summer.sum(codes, (float*)(bytes + room.work + input_bytes), token.half_words, epoch(),
                  [&](int round, int set, int lane, float total, float up) {
             const int column = set * cut.set_columns + lane;
             const bool is_output = lane < cut.width() && column < cut.n;
@@ -287,11 +283,12 @@ __device__ inline void decode_token(const Token& given) {
                 token.logits_v[column] = total;
             }
         });
-        if (lane == 0) places[warp] = ring.at;
+        if (threadIdx.x == 0) is_summing = 0;
+        if (lane == 0) places[warp] = summer.place;
         __syncwarp();
     }
     // The block that leaves last makes room for the next token's counts and flags.
-    __syncthreads();
+    sync_few();
     if (threadIdx.x == 0 && atomicAdd(counter(kLeft), 1) == gridDim.x - 1) {
         *counter(kLeft) = 0;
         *counter(kEpoch) = first_epoch + 2 * num_layers + 2;
@@ -300,16 +297,17 @@ __device__ inline void decode_token(const Token& given) {
 }
 
 #define TOKEN(SUFFIX, WEIGHTS, HEAD_DIM)                                                                               \
-    extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                          \
-    decode_token_##SUFFIX(const u8* copy_maps, const u64* pointers, const int* cuts, const float* final_norm_k,        \
-                          const float* h_k, u64* h_words, u64* qkv_words, u64* attended_words, u64* product_words,     \
-                          u64* half_words, float* logits_v, u32* counters, const float* cos_sd, const float* sin_sd,   \
-                          const int* position, float* max_hs, float* sum_hs, float* out_hsd, int* arrived_h,           \
-                          int num_layers, int num_slots, int hidden, int num_kv_heads, int k_column,                   \
-                          int v_column, int queries_per_kv, int ctx, int num_splits, float scale, float eps) {         \
-        const Token token = {copy_maps, pointers, cuts, final_norm_k, h_k, h_words, qkv_words, attended_words,         \
-                             product_words, half_words, logits_v, counters, num_layers, num_slots, hidden,             \
-                             num_kv_heads,                                                                             \
+    extern "C" __global__ void __launch_bounds__(kThreads + kCopyThreads, 1)                                           \
+    decode_token_##SUFFIX(const u8* copy_maps, const u32* copy_order, const u64* pointers, const int* cuts,            \
+                          const float* final_norm_k, const float* h_k, u64* h_words, u64* qkv_words,                   \
+                          u64* attended_words, u64* product_words, u64* half_words, float* logits_v, u32* counters,    \
+                          const float* cos_sd, const float* sin_sd, const int* position, float* max_hs,                \
+                          float* sum_hs, float* out_hsd, int* arrived_h, int num_layers, int num_slots,                \
+                          int order_stride, int hidden, int num_kv_heads, int k_column, int v_column,                  \
+                          int queries_per_kv, int ctx, int num_splits, float scale, float eps) {                       \
+        const Token token = {copy_maps, copy_order, pointers, cuts, final_norm_k, h_k, h_words, qkv_words,             \
+                             attended_words, product_words, half_words, logits_v, counters, num_layers, num_slots,     \
+                             order_stride, hidden, num_kv_heads,                                                       \
                              {nullptr, nullptr, cos_sd, sin_sd, {}, {}, max_hs, sum_hs, out_hsd, arrived_h,            \
                               *position, k_column, v_column, queries_per_kv, ctx, num_splits, scale, eps}};            \
         decode_token<WEIGHTS, HEAD_DIM>(token);                                                                        \

@@ -1,12 +1,25 @@
-// How a linear is cut over blocks and warps, and a warp's ring of weights that the bulk copy engine fills ahead of their
-// use. Knows no stage's meaning.
+// How a linear is cut over blocks and warps, and a block's ring of weights: one thread has them copied ahead of their use,
+// warps take them out. Knows no stage's meaning.
 
-#define COPIES_IN_BULK (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+#define COPIES_IN_BULK (__CUDA_ARCH__ == 900)
 
-constexpr int kThreads = kNormThreads;      // kFewThreads too: attention takes the whole block
+constexpr int kThreads = kNormThreads;      // kFewThreads too: attention takes all of them
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kCopyThreads = kWarpgroup;    // beside them; registers are given and taken by whole warpgroups
 constexpr int kColumns = 16;           // of half an item
+constexpr int kRowBytes = kWarp * 4;   // of an item's codes: a word row of 32 columns
+constexpr int kBoxItems = 4;           // copied at a time
 constexpr int kCopyAlignment = 128;
+
+// A box in a copy order: column / 16 in 16 bits, first item of its column in 8, kind (0 for lm_head, whose maps follow the
+// layers').
+constexpr int kItemBit = 16;
+constexpr int kKindBit = 24;
+
+// Boxes on their way at a time. What is asked of the memory waits behind what was asked before: while blocks wait for one
+// another's words few are, and while they sum no more than keep the memory busy.
+constexpr int kMostWhileWaiting = 2;
+constexpr int kMostWhileSumming = 5;
 
 enum Kind { kQkv, kO, kGateUp, kDown, kLmHead, kNumKinds };
 
@@ -30,7 +43,23 @@ struct Cut {
     __device__ int half_items() const { return half_pieces() << gate_up; }
 };
 
-// Bulk copies: a tile of a matrix into shared memory, counted in bytes on a barrier there.
+__device__ inline void load_shared(uint4& v, u32 at) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+}
+
+__device__ inline void load_shared(uint2& v, u32 at) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+}
+
+__device__ inline void load_shared(float& v, u32 at) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+}
+
+__device__ inline void store_shared(u32 at, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// Bulk copies: a box of a matrix into shared memory, counted in bytes on a barrier there.
 
 __device__ inline void publish_barriers() {
 #if COPIES_IN_BULK
@@ -44,96 +73,113 @@ __device__ inline void expect_bytes(u32 barrier, int num_bytes) {
 #endif
 }
 
-// Columns past the matrix's end read as zero. Weights are read once a token: they are the first to leave the second-level
+__device__ inline void arrive_times(u32 barrier, int count) {
+#if COPIES_IN_BULK
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+#endif
+}
+
+// What is past the matrix's end reads as zero. Weights are read once a token: they are the first to leave the second-level
 // cache, so that norms, copy maps and the cache of a short context stay in it.
-__device__ inline void copy_item(u32 to, const u8* map, int column, int half, int item, u32 barrier) {
+__device__ inline void copy_box(u32 to, const u8* map, int column, int item, u32 barrier) {
 #if COPIES_IN_BULK
     asm volatile(
         "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0;"
         " cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3, %4, %5}], [%6], once; }" ::"r"(to),
-        "l"(map), "r"(column), "r"(half), "r"(0), "r"(item), "r"(barrier)
+        " [%0], [%1, {%2, %3, %3, %4}], [%5], once; }" ::"r"(to),
+        "l"(map), "r"(column), "r"(0), "r"(item), "r"(barrier)
         : "memory");
 #endif
 }
 
-// One warp's part of the weights of a token, copied ahead into its ring of `num_slots` items. An item in a slot: its
-// word rows of 32 columns, then its scale rows; how it is gathered from the matrix is in the matrix's copy map.
+// What one lane holds of an item: four columns of one group. Lane l has columns 4 * (l % 8) on of group l / 8.
+template <typename Weights>
+struct Part {
+    static constexpr int kWords = Weights::kWordsPerGroup;                        // of a column and group
+    uint4 words[kWords];
+    uint2 scales;
+
+    __device__ void load(u32 first_row, int row_bytes, u32 scales_at) {
+#pragma unroll
+        for (int r = 0; r < kWords; ++r) load_shared(words[r], first_row + r * row_bytes);
+        load_shared(scales, scales_at);
+    }
+};
+
+// A block's ring of `num_slots` boxes of four items each, in shared memory. A box: word rows of its items, then their scale
+// rows; of gate and up the rows of the one and of the other in turn. How it is gathered from the matrix is in the matrix's
+// copy map. A box is full when its bytes have landed, and empty when its items have been taken.
 template <typename Weights>
 struct Ring {
-    static constexpr int kWords = Weights::kWordsPerGroup;                        // of a column and group
-    static constexpr int kCodesBytes = kGroupsPerPiece * kWords * kWarp * 4;
-    static constexpr int kSlotBytes = kCodesBytes + kGroupsPerPiece * kWarp * 2;
+    static constexpr int kWords = Weights::kWordsPerGroup;
+    static constexpr int kCodesBytes = kBoxItems * kGroupsPerPiece * kWords * kRowBytes;
+    static constexpr int kSlotBytes = kCodesBytes + kBoxItems * kGroupsPerPiece * kWarp * 2;
 
-    const u8* copy_maps;               // by stage
-    const Cut* cuts;                   // by kind, in shared memory
-    unsigned char* slots;
-    u32 barriers;
-    int num_slots, num_stages;
+    u32 slots, full, empty;            // boxes, and barriers of each
+    int num_slots;
+
+    // Its barriers lie behind its slots.
+    __device__ Ring(u32 at, int n) : slots(at), full(at + n * kSlotBytes), empty(full + n * 8), num_slots(n) {}
+
+    // By every thread of the block, before any of them meets.
+    __device__ void init() const {
+        if ((int)threadIdx.x < 2 * num_slots) {
+            init_barrier(full + threadIdx.x * 8, (int)threadIdx.x < num_slots ? 1 : kBoxItems);
+            publish_barriers();
+        }
+    }
+
+    // All of a block's weights in the order of their use, by one thread. `order` is the host's list (cuda_token.py's
+    // `copy_order`): how many boxes a layer and in lm_head, then those boxes; a layer's are the same for every layer.
+    __device__ void copy_all(const u8* copy_maps, const u32* order, int num_layers, const volatile int* is_summing) const {
+        const int of_layer = order[0];
+        int left = of_layer * num_layers + order[1], layer = of_layer ? 0 : num_layers, next = 0;
+        if (left == 0) return;
+        // The slot that is filled next, and the first whose box may still be on its way.
+        int slot = 0, parity = 1, behind = 0, behind_parity = 0, on_their_way = 0;
+        u32 box = order[2];
+        while (true) {
+            wait_barrier(empty + slot * 8, parity);
+            while (on_their_way >= (*is_summing ? kMostWhileSumming : kMostWhileWaiting)) {
+                wait_barrier(full + behind * 8, behind_parity);
+                --on_their_way;
+                if (++behind == num_slots) behind = 0, behind_parity ^= 1;
+            }
+            const u32 barrier = full + slot * 8, to = slots + slot * kSlotBytes;
+            const u8* map = copy_maps + (4 * layer + (box >> kKindBit)) * 256;
+            const int column = (box & 0xffff) * kColumns, item = box >> kItemBit & 0xff;
+            expect_bytes(barrier, kSlotBytes);
+            copy_box(to, map, column, item, barrier);
+            copy_box(to + kCodesBytes, map + 128, column, item, barrier);
+            ++on_their_way;
+            if (--left == 0) return;
+            if (++next == of_layer && ++layer < num_layers) next = 0;
+            box = __ldg(order + 2 + next);
+            if (++slot == num_slots) slot = 0, parity ^= 1;
+        }
+    }
+
+    // Where a warp is in the ring: the slot of the next set's first box, and its barrier's parity.
     struct Place {
-        int taken, parity;             // slot of the oldest item, and its barrier's
-        int filled;                    // slot that is filled next
-        int stage, set, item, end;     // what it is filled with, up to item `end` of the set
-    } at;
-
-    // What one lane holds of an item: four columns of one group. Lane l has columns 4 * (l % 8) on of group l / 8.
-    struct Part {
-        uint4 words[kWords];
-        uint2 scales;
+        int slot, parity;
     };
 
-    __device__ void start() {
-        at.taken = at.parity = at.filled = 0, at.stage = -1;
-        next_stage();
-        for (int s = 0; s < num_slots; ++s) fill();
+    __device__ Place step(Place place, int boxes) const {
+        for (place.slot += boxes; place.slot >= num_slots; place.slot -= num_slots) place.parity ^= 1;
+        return place;
     }
 
-    __device__ void take(Part& part) {
-        wait_barrier(barriers + at.taken * 8, at.parity);
-        const int lane = threadIdx.x % kWarp, group = lane / 8, q = lane % 8;
-        const unsigned char* from = slots + at.taken * kSlotBytes;
-        const uint4* rows = (const uint4*)from + group * kWords * 8 + q;
-#pragma unroll
-        for (int r = 0; r < kWords; ++r) part.words[r] = rows[r * 8];
-        part.scales = ((const uint2*)(from + kCodesBytes))[lane];
+    // Item `i` of the `own` that follow one another from some box on; it is in the box at `place`.
+    __device__ void take(Part<Weights>& part, Place place, int i, int own, int gate_up) const {
+        const int lane = threadIdx.x % kWarp, piece = i % kBoxItems >> gate_up, half = i & gate_up;
+        const int group = (piece * kGroupsPerPiece + lane / 8) << gate_up, q = lane % 8;
+        const u32 box = slots + place.slot * kSlotBytes;
+        const u32 row = box + (group * kWords + half) * kRowBytes + q * 16;
+        const u32 scale_row = box + kCodesBytes + (group + half) * (kRowBytes / 2) + q * 8;
+        wait_barrier(full + place.slot * 8, place.parity);
+        part.load(row, kRowBytes << gate_up, scale_row);
         __syncwarp();
-        if (++at.taken == num_slots) at.taken = 0, at.parity ^= 1;
-    }
-
-    // Start the next copy, into the room of an item taken.
-    __device__ void fill() {
-        if (at.stage >= num_stages) return;
-        const Cut& c = cut();
-        if (threadIdx.x % kWarp == 0) {
-            const u32 barrier = barriers + at.filled * 8, to = shared_address(slots + at.filled * kSlotBytes);
-            const u8* map = copy_maps + at.stage * 256;
-            const int column = at.set * c.set_columns, half = c.gate_up & at.item, item = at.item >> c.gate_up;
-            expect_bytes(barrier, kSlotBytes);
-            copy_item(to, map, column, half, item, barrier);
-            copy_item(to + kCodesBytes, map + 128, column, half, item, barrier);
-        }
-        if (++at.filled == num_slots) at.filled = 0;
-        at.item += kWarps;
-        if (at.item < at.end) return;
-        at.item = threadIdx.x / kWarp, at.end = c.num_items;
-        at.set = at.set >= c.num_whole() ? blockIdx.x : at.set + gridDim.x;
-        if (at.set >= c.num_whole()) next_stage();
-    }
-
-  private:
-    __device__ const Cut& cut() const { return cuts[at.stage == num_stages - 1 ? kLmHead : at.stage % 4]; }
-
-    // The next stage that has work for this warp.
-    __device__ void next_stage() {
-        at.item = threadIdx.x / kWarp;
-        do ++at.stage;
-        while (at.stage < num_stages && ((int)blockIdx.x >= cut().num_whole() || at.item >= cut().num_items));
-        if (at.stage >= num_stages) return;
-        const Cut& c = cut();
-        at.set = blockIdx.x, at.end = c.num_items;
-        if (!c.has_half()) return;
-        const int first = at.item + (c.is_upper() ? c.half_items() : 0), end = c.is_upper() ? c.num_items : c.half_items();
-        // Few inputs may leave a warp without an item of the half.
-        if (first < end) at.set = c.num_whole() + blockIdx.x / 2, at.item = first, at.end = end;
+        // The last item stands for those that its box has no more.
+        if (lane == 0) arrive_times(empty + place.slot * 8, i == own - 1 ? kBoxItems - i % kBoxItems : 1);
     }
 };

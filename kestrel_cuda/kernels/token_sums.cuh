@@ -10,7 +10,7 @@ struct Codes {
 // Sums of an item for four columns, complete in lanes 24 on: each lane makes the exact dots and factors of its group, and
 // the sums are carried on from the lanes of one group to those of the next.
 template <typename Weights>
-__device__ inline float4 sum_item(const typename Ring<Weights>::Part& part, const Codes& x, int piece) {
+__device__ inline float4 sum_item(const Part<Weights>& part, const Codes& x, int piece) {
     const int lane = threadIdx.x % kWarp, group = piece * kGroupsPerPiece + lane / 8;
     const uint4* codes = (const uint4*)(x.codes + group * kGroup);
     const uint4 low = codes[0], high = codes[1];
@@ -40,72 +40,119 @@ __device__ inline float4 sum_item(const typename Ring<Weights>::Part& part, cons
     return make_float4(sums[0], sums[1], sums[2], sums[3]);
 }
 
-// Pieces [first, end) of a set, added to what the totals are, in the lane's column and in its up column if there is one.
-__device__ inline void add_pieces(const Cut& cut, const float* sums, int first, int end, float& total, float& up) {
-    const int width = cut.width();
-    const float* from = sums + (threadIdx.x & (min(kWarp, width) - 1));
-    const int second = cut.gate_up ? 2 * kColumns : 0;
-#pragma unroll 16
-    for (int piece = first; piece < end; ++piece) {
-        total = add_rn(total, from[piece * width]);
-        up = add_rn(up, from[piece * width + second]);
+// `count` piece sums of a column, `step` bytes apart in shared memory, added to what the totals are; `up` is that of its up
+// column, of gate and up alone.
+template <bool kGateUp, int kAtOnce>
+__device__ inline void add_pieces_at_once(u32& from, int step, float& total, float& up) {
+    float one[kAtOnce], two[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i, from += step) {
+        load_shared(one[i], from);
+        if (kGateUp) load_shared(two[i], from + 2 * kColumns * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+        total = add_rn(total, one[i]);
+        if (kGateUp) up = add_rn(up, two[i]);
     }
 }
 
-// Sums of all pieces of this block's sets, its half of one first. Piece sums of several sets at a time go to one of two
-// buffers of `sums` in turn; then a warp a set adds its pieces and gives each lane's total, and that of its up column if it
-// has one, to `finish(round, set, lane, total, up)`. The lower half of a set hands its totals on in `half_words`.
-template <typename Weights, typename Finish>
-__device__ inline void sum_sets(Ring<Weights>& ring, const Cut& cut, const Codes& x, float* sums, u64* half_words, u32 epoch,
-                                Finish finish) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, step = gridDim.x;
-    const int num_sets = cut.num_whole(), num_items = cut.num_items, num_pieces = cut.num_pieces, width = cut.width();
-    const int column = lane % 8 * 4, items_are_pairs = cut.items_are_pairs, gate_up = cut.gate_up;
-    const int sets_at_once = cut.sets_at_once;
-    const bool has_half = cut.has_half(), is_upper = cut.is_upper();
-    float* const half_sums = sums + 2 * sets_at_once * num_pieces * width;
-    auto half = [&] { return half_words + blockIdx.x / 2 * 2 * kWarp + lane; };
-    int round = 0, which = 0, count = 0;
-    for (int set = has_half ? -1 : (int)blockIdx.x; set < num_sets;) {
-        const bool is_half = set < 0;
-        float* const whole = sums + which * sets_at_once * num_pieces * width;
-        float* const buffer = is_half ? half_sums : whole + count * num_pieces * width;
-        const int end = is_half && !is_upper ? cut.half_items() : num_items;
-        for (int item = warp + (is_half && is_upper ? cut.half_items() : 0); item < end; item += kWarps) {
-            typename Ring<Weights>::Part part;
-            ring.take(part);
-            ring.fill();
-            const int piece = items_are_pairs ? 2 * item + column / kColumns : item >> gate_up;
-            const float4 sum = sum_item<Weights>(part, x, piece);
-            const int to = (gate_up & item) * 2 * kColumns + (items_are_pairs ? column % kColumns : column);
-            if (lane >= 24) *(float4*)&buffer[piece * width + to] = sum;
-        }
-        if (is_half) {
-            set = blockIdx.x;
-            if (is_upper) continue;
-            __syncthreads();
-            if (warp == kWarps - 1) {
-                float total = 0.0f, up = 0.0f;
-                add_pieces(cut, half_sums, 0, cut.half_pieces(), total, up);
-                publish(half(), total, epoch), publish(half() + kWarp, up, epoch);
-            }
-            continue;
-        }
-        set += step;
-        if (++count < sets_at_once && set < num_sets) continue;
-        __syncthreads();
-        if (warp < count) {
-            float total = 0.0f, up = 0.0f;
-            add_pieces(cut, whole + warp * num_pieces * width, 0, num_pieces, total, up);
-            finish(round + warp, set - (count - warp) * step, lane, total, up);
-        }
-        round += count, which ^= 1, count = 0;
-    }
-    if (has_half && is_upper && warp == kWarps - 1) {
-        Word lower[2];
-        lower[0].load(half()), lower[1].load(half() + kWarp);
-        float total = __uint_as_float(lower[0].await(half(), epoch)), up = __uint_as_float(lower[1].await(half() + kWarp, epoch));
-        add_pieces(cut, half_sums, cut.half_pieces(), num_pieces, total, up);
-        finish(round, num_sets + blockIdx.x / 2, lane, total, up);
-    }
+template <bool kGateUp>
+__device__ inline void add_pieces(u32 from, int step, int count, float& total, float& up) {
+    constexpr int kAtOnce = 16;
+#pragma unroll 1
+    for (; count >= kAtOnce; count -= kAtOnce) add_pieces_at_once<kGateUp, kAtOnce>(from, step, total, up);
+#pragma unroll 1
+    for (; count > 0; --count) add_pieces_at_once<kGateUp, 1>(from, step, total, up);
 }
+
+// One warp's part in a stage: the sums of all pieces of this block's sets, its half of one first.
+template <typename Weights>
+struct Summer {
+    using Place = typename Ring<Weights>::Place;
+    const Ring<Weights>& ring;
+    const Cut& cut;
+    Place place;
+    Part<Weights> part;                // the item that is summed next
+
+    __device__ Summer(const Ring<Weights>& r, const Cut& c, Place p) : ring(r), cut(c), place(p) {
+        // What the stage's input does not decide, while that is on its way.
+        const int warp = threadIdx.x / kWarp, own = num_own(cut.has_half());
+        if (warp < own) ring.take(part, first_box(), warp, own, cut.gate_up);
+        else part = {};
+    }
+
+    // Piece sums of several sets at a time go to one of two buffers of `sums` in turn; then a warp a set adds its pieces
+    // and gives each lane's total, and that of its up column if it has one, to `finish(round, set, lane, total, up)`. The
+    // lower half of a set hands its totals on in `half_words`. Called once; `place` is then the next stage's.
+    template <typename Finish>
+    __device__ void sum(const Codes& x, float* sums, u64* half_words, u32 epoch, Finish finish) {
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, step = gridDim.x;
+        const int num_sets = cut.num_whole(), num_pieces = cut.num_pieces, row_bytes = cut.width() * 4;
+        const int set_bytes = num_pieces * row_bytes, sets_at_once = cut.sets_at_once;
+        const int items_are_pairs = cut.items_are_pairs, gate_up = cut.gate_up;
+        const bool has_half = cut.has_half(), is_upper = cut.is_upper();
+        // Where four columns of a piece's sums go, and whence a lane adds those of its column.
+        const int column = lane % 8 * 4, to = (items_are_pairs ? column % kColumns : column) * 4;
+        const u32 buffers = shared_address(sums), own_column = lane % (items_are_pairs ? kColumns : kWarp) * 4;
+        const u32 half_buffer = buffers + 2 * sets_at_once * set_bytes;
+        auto half = [&] { return half_words + blockIdx.x / 2 * 2 * kWarp + lane; };
+        int round = 0, which = 0, count = 0;
+        bool is_taken = true;
+        for (int set = has_half ? -1 : (int)blockIdx.x; set < num_sets;) {
+            const bool is_half = set < 0;
+            const u32 whole = buffers + which * sets_at_once * set_bytes;
+            const u32 buffer = (is_half ? half_buffer : whole + count * set_bytes) + to;
+            const int first = is_half && is_upper ? cut.half_items() : 0, own = num_own(is_half);
+            Place box = first_box();
+            for (int i = warp; i < own; i += kWarps, box = ring.step(box, kWarps / kBoxItems)) {
+                if (!is_taken) ring.take(part, box, i, own, gate_up);
+                is_taken = false;
+                const int item = first + i, piece = items_are_pairs ? 2 * item + column / kColumns : item >> gate_up;
+                const float4 sum = sum_item<Weights>(part, x, piece);
+                if (lane >= 24) store_shared(buffer + piece * row_bytes + (gate_up & item) * 2 * kColumns * 4, sum);
+            }
+            is_taken = false;
+            place = ring.step(place, (own + kBoxItems - 1) / kBoxItems);
+            if (is_half) {
+                set = blockIdx.x;
+                if (is_upper) continue;
+                sync_few();
+                if (warp == kWarps - 1) {
+                    float total = 0.0f, up = 0.0f;
+                    add_pieces<true>(half_buffer + own_column, row_bytes, cut.half_pieces(), total, up);
+                    publish(half(), total, epoch), publish(half() + kWarp, up, epoch);
+                }
+                continue;
+            }
+            set += step;
+            if (++count < sets_at_once && set < num_sets) continue;
+            const u32 from = whole + warp * set_bytes + own_column;
+            sync_few();
+            if (warp < count) {
+                float total = 0.0f, up = 0.0f;
+                if (gate_up) add_pieces<true>(from, row_bytes, num_pieces, total, up);
+                else add_pieces<false>(from, row_bytes, num_pieces, total, up);
+                finish(round + warp, set - (count - warp) * step, lane, total, up);
+            }
+            round += count, which ^= 1, count = 0;
+        }
+        if (has_half && is_upper && warp == kWarps - 1) {
+            Word lower[2];
+            lower[0].load(half()), lower[1].load(half() + kWarp);
+            float total = __uint_as_float(lower[0].await(half(), epoch));
+            float up = __uint_as_float(lower[1].await(half() + kWarp, epoch));
+            const int lower_pieces = cut.half_pieces();
+            add_pieces<true>(half_buffer + own_column + lower_pieces * row_bytes, row_bytes, num_pieces - lower_pieces, total, up);
+            finish(round, num_sets + blockIdx.x / 2, lane, total, up);
+        }
+    }
+
+  private:
+    // Items of a set, or of this block's half of one.
+    __device__ int num_own(bool is_half) const {
+        return !is_half ? cut.num_items : cut.is_upper() ? cut.num_items - cut.half_items() : cut.half_items();
+    }
+
+    __device__ Place first_box() const { return ring.step(place, threadIdx.x / kWarp / kBoxItems); }
+};

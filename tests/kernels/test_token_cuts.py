@@ -1,10 +1,11 @@
-"""How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints and for
-small ones; needs CuPy but no GPU."""
+"""How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints and for small ones, and in which
+order their boxes are copied; needs CuPy but no GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kestrel_cuda.backends.base import DeviceWeight
@@ -54,10 +55,35 @@ def test_every_column_and_piece_is_in_one_item(cuts: list[Any]) -> None:
         assert cut.num_groups == 4 * cut.num_pieces
 
 
-def test_two_items_fit_every_ring(token: Any, cuts: list[Any], element: Element) -> None:
+def test_enough_boxes_fit_every_ring(token: Any, cuts: list[Any], element: Element) -> None:
     fixed = token.table_bytes(cuts, LAYERS, MULTIPROCESSORS) + token.least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
-    slots = (BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (token.WARPS * (token.slot_bytes(element) + 8))
+    slots = (BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (token.slot_bytes(element) + 2 * 8)
     assert slots >= token.LEAST_SLOTS
+
+
+def test_boxes_come_in_the_order_in_which_their_items_are_taken(token: Any, cuts: list[Any]) -> None:
+    """As token_sums.cuh takes them: of a set, or of a block's half of one, item i is in box i / 4. Every item of every
+    set is taken once."""
+    taken = {kind: np.zeros((cut.num_sets, cut.num_items), np.int64) for kind, cut in enumerate(cuts)}
+    order = token.copy_order(cuts, MULTIPROCESSORS)
+    for block, (num_of_layer, num_of_head, *words) in enumerate(order.tolist()):
+        boxes = iter(words[: num_of_layer + num_of_head])
+        for kind, cut in enumerate(cuts):
+            num_whole = cut.num_sets - cut.num_halved
+            walks = [(number, 0, cut.num_items) for number in range(block, num_whole, MULTIPROCESSORS)]
+            if block < num_whole and block < 2 * cut.num_halved:
+                half_items = (cut.num_pieces // 2) << cut.gate_up
+                first, end = (half_items, cut.num_items) if block % 2 else (0, half_items)
+                walks.insert(0, (num_whole + block // 2, first, end))
+            for number, first, end in walks:
+                for at in range(first, end, token.BOX_ITEMS):
+                    word = next(boxes)
+                    assert word >> token.KIND_BIT == (kind if kind < 4 else 0)
+                    assert (word & 0xFFFF) * token.COLUMNS == number * cut.set_columns
+                    assert (word >> token.ITEM_BIT & 0xFF) << cut.gate_up == at
+                    taken[kind][number, at : min(at + token.BOX_ITEMS, end)] += 1
+        assert next(boxes, None) is None
+    assert all((of_kind == 1).all() for of_kind in taken.values())
 
 
 def test_the_outputs_that_add_to_the_residual_are_cut_alike(cuts: list[Any]) -> None:
