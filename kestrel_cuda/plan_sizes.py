@@ -141,6 +141,7 @@ class Sizes:
 
     def work_bytes(self, chunk: int) -> int:
         text = self.text
-        splits = min(chunk, 8) * text.num_heads * -(-self.ctx // 256) * (text.head_dim + 2) * 4
+        # Of few rows, and of one row with a flag beside each value.
+        splits = (min(chunk, 8) + 2) * text.num_heads * -(-self.ctx // 256) * (text.head_dim + 2) * 4
         attention = splits + chunk * text.q_size * 4 + 4 * text.num_kv_heads
         return workspace_bytes(text, self.weights, chunk, self.config.quant is not Quant.NONE) + attention

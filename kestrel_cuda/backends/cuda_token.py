@@ -178,7 +178,7 @@ def few_rows_bytes(head_dim: int, queries_per_kv: int) -> int:
     """attention_few.cuh's `FewRows`, rounded up to 16, and the weighted values of four subtiles."""
     weights = max(MMA_ROWS * (SPLIT_SLOTS + 8) * 2, WARPS * head_dim * 4)
     floats = (WARPS + 4 + 1 + SUBTILES) * MMA_ROWS * 4
-    fixed = MMA_ROWS * (head_dim + 8) * 2 + weights + floats + 2 * head_dim * 2 + 4
+    fixed = MMA_ROWS * (head_dim + 8) * 2 + weights + floats + 2 * head_dim * 2
     return -(-fixed // 16) * 16 + SUBTILES * queries_per_kv * head_dim * 4
 
 
@@ -250,13 +250,13 @@ class CudaWholeToken:
     """One launch over a decoder's weights, with the tables and the words that its blocks share."""
 
     def __init__(self, steps: TokenSteps, kernel: Kernel, decoder: Decoder, cuts: list[Cut], num_slots: int) -> None:
-        heads, layers, scratch = decoder.heads, decoder.layers, steps.attention_scratch
+        heads, layers = decoder.heads, decoder.layers
         first = layers[0]
         room = dynamic_bytes(steps, kernel)
         fixed_bytes = table_bytes(cuts, len(layers), steps.num_multiprocessors) + num_slots * ring_bytes(decoder)
         cuts = [cut.fit((room - fixed_bytes) // 16 * 16) for cut in cuts]
         hidden, products = first.qkv.geometry.num_inputs, first.down.geometry.num_inputs
-        attended = heads.num_heads * heads.head_dim
+        attended, num_splits = heads.num_heads * heads.head_dim, -(-first.kv.k_hsd.shape[1] // SPLIT_SLOTS)
         matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         maps = copy_maps([*matrices, decoder.lm_head], cuts[:4] * len(layers) + cuts[4:])
         order = copy_order(cuts, steps.num_multiprocessors)
@@ -271,16 +271,13 @@ class CudaWholeToken:
             "attended_words": steps.zeros((attended // 4 + attended // ACTIVATION_GROUP,), np.uint64),
             "product_words": steps.zeros((products // 4 + products // ACTIVATION_GROUP,), np.uint64),
             "half_words": steps.zeros((max(1, cuts[2].num_halved) * 4 * COLUMNS,), np.uint64),
+            "split_words": steps.zeros((heads.num_heads, num_splits, heads.head_dim + 2), np.uint64),
             "counters": steps.zeros((COUNTER_WORDS,), np.uint32),
         }
         self._given = {
             "final_norm_k": decoder.final_norm_k,
             "h_k": decoder.h_mk,
             "logits_v": decoder.logits_mv,
-            "max_hs": scratch.max_mhs,
-            "sum_hs": scratch.sum_mhs,
-            "out_hsd": scratch.out_mhsd,
-            "arrived_h": scratch.arrived_h,
             "num_layers": len(layers),
             "num_slots": num_slots,
             "order_stride": order.shape[1],
@@ -290,7 +287,7 @@ class CudaWholeToken:
             "v_column": heads.v_column,
             "queries_per_kv": heads.queries_per_kv,
             "ctx": first.kv.k_hsd.shape[1],
-            "num_splits": scratch.max_mhs.shape[2],
+            "num_splits": num_splits,
             "scale": log2_scale(heads.head_dim),
             "eps": heads.norm_eps,
         }

@@ -20,10 +20,9 @@
                         const float* sin_sd, const int* position, u16* k_hsd, u16* v_hsd, float* max_hs, float* sum_hs, \
                         float* out_hsd, int* arrived_h, i8* y_codes, float* y_scales, int k_column, int v_column,      \
                         int queries_per_kv, int ctx, float scale, float eps) {                                         \
-        const RowAttention<HalfCache> a = {                                                                            \
-            q_norm_d, k_norm_d, cos_sd, sin_sd, {k_hsd}, {v_hsd}, max_hs, sum_hs, out_hsd, arrived_h, *position,       \
-            k_column, v_column, queries_per_kv, ctx, (int)gridDim.x, scale, eps};                                      \
-        attend_row<HEAD_DIM>(a, {qkv_n}, {y_codes, y_scales});                                                         \
+        const RowAttention<HalfCache> a = {q_norm_d, k_norm_d, cos_sd, sin_sd, {k_hsd}, {v_hsd}, *position,            \
+            k_column, v_column, queries_per_kv, ctx, scale, eps};                                                      \
+        attend_row<HEAD_DIM>(a, {qkv_n}, {max_hs, sum_hs, out_hsd, arrived_h, (int)gridDim.x}, {y_codes, y_scales});   \
     }
 
 ATTEND(f16_16, 16)

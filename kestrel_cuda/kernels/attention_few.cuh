@@ -42,7 +42,8 @@ struct Rotation {
     }
 };
 
-constexpr int kMergedAtOnce = 8;      // splits
+// Splits that are fetched before the first of them is merged: the merges are a chain, the fetches need not be.
+constexpr int kMergedAtOnce = 8;
 
 // What a block of few rows keeps in shared memory.
 template <int kHeadDim, typename NewRow>
@@ -56,7 +57,6 @@ struct __align__(16) FewRows {
     float row_max[kMmaRows];
     float sums[kSubtiles][kMmaRows];
     NewRow new_key, new_value;
-    int is_last;
 };
 
 // Dots of the query rows with a warp's keys, a chain of mma over the channels for each tile that has slots.
@@ -185,15 +185,12 @@ struct PlainCodes {
     }
 };
 
-// One layer's norms and cache, and the parts of splits: [heads][num_splits]([d]). arrived_h [kv_heads] counts splits and is
-// zero between layers; queries_per_kv * d divides by 32.
+// One layer's norms and cache; queries_per_kv * d divides by 32.
 template <typename Cache>
 struct RowAttention {
     const float *q_norm_d, *k_norm_d, *cos_sd, *sin_sd;
     Cache k, v;
-    float *max_hs, *sum_hs, *out_hsd;
-    int* arrived_h;
-    int last, k_column, v_column, queries_per_kv, ctx, num_splits;
+    int last, k_column, v_column, queries_per_kv, ctx;
     float scale, eps;
 
     __device__ int used_splits() const { return last / kSplit + 1; }
@@ -212,12 +209,53 @@ struct RunningMerge {
     }
 };
 
+// What the splits of a head hand on to the one that merges them, in arrays [heads][num_splits]([d]): whichever ends last.
+// arrived_h [kv_heads] counts them and is zero between layers.
+template <int kHeadDim>
+struct PlainSplits {
+    float *max_hs, *sum_hs, *out_hsd;
+    int* arrived_h;
+    int num_splits;
+
+    struct Part {
+        float max, sum, out;
+    };
+
+    __device__ i64 at(int head, int split) const { return (i64)head * num_splits + split; }
+    __device__ void put(int head, int split, int d, float out) const { out_hsd[at(head, split) * kHeadDim + d] = out; }
+    __device__ void put_weights(int head, int split, float max, float sum) const {
+        max_hs[at(head, split)] = max, sum_hs[at(head, split)] = sum;
+    }
+
+    // Whether this block merges. By all threads, when everything is put.
+    __device__ bool merges(int kv_head, int split, int used_splits) const {
+        __shared__ int is_last;
+        // One thread's fences order what the barriers order before and after them.
+        sync_few();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            is_last = atomicAdd(&arrived_h[kv_head], 1) == used_splits - 1;
+            if (is_last) arrived_h[kv_head] = 0;
+            __threadfence();
+        }
+        sync_few();
+        return is_last;
+    }
+
+    __device__ void fetch(Part& part, int head, int split, int d) const {
+        const i64 from = at(head, split);
+        part = {__ldcg(max_hs + from), __ldcg(sum_hs + from), __ldcg(out_hsd + from * kHeadDim + d)};
+    }
+    __device__ void add(RunningMerge& merged, Part& part, int, int, int) const { merged.add(part.max, part.sum, part.out); }
+};
+
 // One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, by the split
-// that ends last, the merge and the activation codes. The cache is read first, then `wait` is called, then the row is
+// that `splits` chooses, the merge and the activation codes. The cache is read first, then `wait` is called, then the row is
 // read. `parts`: 4 * queries_per_kv * d floats of shared memory.
-template <int kHeadDim, typename NewRow, typename Cache, typename Row, typename Codes, typename Wait>
+template <int kHeadDim, typename NewRow, typename Cache, typename Row, typename Splits, typename Codes, typename Wait>
 __device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, float* parts, const RowAttention<Cache>& a,
-                                           const Row& row, const Codes& y, int split, int kv_head, Wait wait) {
+                                           const Row& row, const Splits& splits, const Codes& y, int split, int kv_head,
+                                           Wait wait) {
     const int warp = threadIdx.x / kWarp;
     const int first_slot = split * kSplit, used_splits = a.used_splits();
     const int num_slots = min(kSplit, a.last + 1 - first_slot);
@@ -271,43 +309,25 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, fl
     const int num_values = a.queries_per_kv * kHeadDim, first_head = kv_head * a.queries_per_kv;
     if (used_splits > 1) {
         for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
-            const i64 to = (i64)(first_head + i / kHeadDim) * a.num_splits + split;
-            a.out_hsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, num_values);
-            if (i % kHeadDim == 0) {
-                a.max_hs[to] = shared.row_max[i / kHeadDim];
-                a.sum_hs[to] = add_subtiles(&shared.sums[0][i / kHeadDim], kMmaRows);
-            }
+            const int r = i / kHeadDim, d = i % kHeadDim;
+            splits.put(first_head + r, split, d, add_subtiles(parts + i, num_values));
+            if (d == 0) splits.put_weights(first_head + r, split, shared.row_max[r], add_subtiles(&shared.sums[0][r], kMmaRows));
         }
-        // One thread's fences order what the barriers order before and after them.
-        sync_few();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            shared.is_last = atomicAdd(&a.arrived_h[kv_head], 1) == used_splits - 1;
-            if (shared.is_last) a.arrived_h[kv_head] = 0;
-            __threadfence();
-        }
-        sync_few();
-        if (!shared.is_last) return;
+        if (!splits.merges(kv_head, split, used_splits)) return;
     }
     for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
-        const int r = i / kHeadDim;
-        const i64 head = (i64)(first_head + r) * a.num_splits;
+        const int r = i / kHeadDim, d = i % kHeadDim, head = first_head + r;
         RunningMerge merged;
         if (used_splits == 1)
             merged.add(shared.row_max[r], add_subtiles(&shared.sums[0][r], kMmaRows), add_subtiles(parts + i, num_values));
         else
             for (int first = 0; first < used_splits; first += kMergedAtOnce) {
-                // All fetched before the first is merged: the merges are a chain, the fetches need not be.
-                float max[kMergedAtOnce], sum[kMergedAtOnce], out[kMergedAtOnce];
+                typename Splits::Part part[kMergedAtOnce];
 #pragma unroll
-                for (int s = 0; s < kMergedAtOnce; ++s) {
-                    const i64 from = head + min(first + s, used_splits - 1);
-                    max[s] = __ldcg(a.max_hs + from), sum[s] = __ldcg(a.sum_hs + from);
-                    out[s] = __ldcg(a.out_hsd + from * kHeadDim + i % kHeadDim);
-                }
+                for (int s = 0; s < kMergedAtOnce; ++s) splits.fetch(part[s], head, min(first + s, used_splits - 1), d);
 #pragma unroll
                 for (int s = 0; s < kMergedAtOnce; ++s)
-                    if (first + s < used_splits) merged.add(max[s], sum[s], out[s]);
+                    if (first + s < used_splits) splits.add(merged, part[s], head, first + s, d);
             }
         float scale;
         const int code = quantize_in_group(div_rn(merged.out, merged.sum), scale);

@@ -39,7 +39,7 @@ __device__ inline void attend_split(const float* q_mhd, const Rows& k, const Row
 // One query from the joint projection to the next linear's input, in one kernel. Dynamic shared memory:
 // 4 * queries_per_kv * d floats. Grid: (splits, kv_heads).
 template <int kHeadDim, typename Cache>
-__device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& row, const PlainCodes& y) {
+__device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& row, const PlainSplits<kHeadDim>& splits, const PlainCodes& y) {
     extern __shared__ __align__(16) float parts[];
     __shared__ __align__(16) FewRows<kHeadDim, typename Cache::template Rows<kHeadDim>::New> shared;
     launch_dependents();
@@ -49,5 +49,5 @@ __device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& 
         wait_for_previous();
         return;
     }
-    attend_split_of_row<kHeadDim>(shared, parts, a, row, y, blockIdx.x, blockIdx.y, [] { wait_for_previous(); });
+    attend_split_of_row<kHeadDim>(shared, parts, a, row, splits, y, blockIdx.x, blockIdx.y, [] { wait_for_previous(); });
 }

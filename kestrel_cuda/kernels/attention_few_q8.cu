@@ -21,10 +21,9 @@
                         u16* v_scales_hsg, float* max_hs, float* sum_hs, float* out_hsd, int* arrived_h, i8* y_codes,  \
                         float* y_scales, int k_column, int v_column, int queries_per_kv, int ctx, float scale,         \
                         float eps) {                                                                                   \
-        const RowAttention<Int8Cache> a = {                                                                            \
-            q_norm_d, k_norm_d, cos_sd, sin_sd, {k_hsd, k_scales_hsg}, {v_hsd, v_scales_hsg}, max_hs, sum_hs, out_hsd, \
-            arrived_h, *position, k_column, v_column, queries_per_kv, ctx, (int)gridDim.x, scale, eps};                \
-        attend_row<HEAD_DIM>(a, {qkv_n}, {y_codes, y_scales});                                                         \
+        const RowAttention<Int8Cache> a = {q_norm_d, k_norm_d, cos_sd, sin_sd, {k_hsd, k_scales_hsg}, {v_hsd, v_scales_hsg}, *position,\
+            k_column, v_column, queries_per_kv, ctx, scale, eps};                                                      \
+        attend_row<HEAD_DIM>(a, {qkv_n}, {max_hs, sum_hs, out_hsd, arrived_h, (int)gridDim.x}, {y_codes, y_scales});   \
     }
 
 ATTEND(q8_32, 32)

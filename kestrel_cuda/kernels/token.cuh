@@ -33,9 +33,10 @@ struct Token {
     const float* h_k;                  // the embedded row
     u64 *h_words, *qkv_words, *attended_words, *product_words;      // flagged; of codes: all codes, then all scales
     u64* half_words;                   // flagged: [num_halved][gate, up][columns]
+    u64* split_words;                  // flagged, as FlaggedSplits has them
     float* logits_v;
     u32* counters;
-    int num_layers, num_slots, order_stride, hidden, num_kv_heads;
+    int num_layers, num_slots, order_stride, hidden, num_kv_heads, num_splits;
     RowAttention<HalfCache> attention; // of no layer yet
 };
 
@@ -164,8 +165,7 @@ __device__ inline void await_codes(const u64* words, int num_groups, u32 epoch, 
 
 // This block's splits of a layer's attention, if it has any.
 template <int kHeadDim>
-__device__ inline void attend(const Token& token, const u64* pointers, int work_at, u32 epoch,
-                                    bool is_first_layer) {
+__device__ inline void attend(const Token& token, const u64* pointers, int work_at, u32 epoch, bool is_first_layer) {
     extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];
     const int num_units = token.num_kv_heads * token.attention.used_splits();
     if ((int)blockIdx.x >= num_units) return;
@@ -179,6 +179,7 @@ __device__ inline void attend(const Token& token, const u64* pointers, int work_
     // The warps that add the last stage's pieces may still be at it.
     sync_few();
     const FlaggedRow row = {token.qkv_words, epoch};
+    const FlaggedSplits<kHeadDim> splits = {token.split_words, token.num_splits, epoch};
     const int num_codes = token.num_kv_heads * a.queries_per_kv * kHeadDim;
     const FlaggedCodes y = {token.attended_words, token.attended_words + num_codes / 4, epoch};
     for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
@@ -186,7 +187,7 @@ __device__ inline void attend(const Token& token, const u64* pointers, int work_
         Few& few = *(Few*)(bytes + work_at);
         float* parts = (float*)(bytes + work_at + (sizeof(few) + 15) / 16 * 16);
         const int split = unit / token.num_kv_heads, kv_head = unit % token.num_kv_heads;
-        attend_split_of_row<kHeadDim>(few, parts, a, row, y, split, kv_head, [] {});
+        attend_split_of_row<kHeadDim>(few, parts, a, row, splits, y, split, kv_head, [] {});
         sync_few();
     }
 }
@@ -300,15 +301,15 @@ __device__ inline void decode_token(const Token& given) {
     extern "C" __global__ void __launch_bounds__(kThreads + kCopyThreads, 1)                                           \
     decode_token_##SUFFIX(const u8* copy_maps, const u32* copy_order, const u64* pointers, const int* cuts,            \
                           const float* final_norm_k, const float* h_k, u64* h_words, u64* qkv_words,                   \
-                          u64* attended_words, u64* product_words, u64* half_words, float* logits_v, u32* counters,    \
-                          const float* cos_sd, const float* sin_sd, const int* position, float* max_hs,                \
-                          float* sum_hs, float* out_hsd, int* arrived_h, int num_layers, int num_slots,                \
-                          int order_stride, int hidden, int num_kv_heads, int k_column, int v_column,                  \
-                          int queries_per_kv, int ctx, int num_splits, float scale, float eps) {                       \
+                          u64* attended_words, u64* product_words, u64* half_words, u64* split_words,                  \
+                          float* logits_v, u32* counters, const float* cos_sd, const float* sin_sd,                    \
+                          const int* position, int num_layers, int num_slots, int order_stride, int hidden,            \
+                          int num_kv_heads, int num_splits, int k_column, int v_column, int queries_per_kv,            \
+                          int ctx, float scale, float eps) {                                                           \
         const Token token = {copy_maps, copy_order, pointers, cuts, final_norm_k, h_k, h_words, qkv_words,             \
-                             attended_words, product_words, half_words, logits_v, counters, num_layers, num_slots,     \
-                             order_stride, hidden, num_kv_heads,                                                       \
-                             {nullptr, nullptr, cos_sd, sin_sd, {}, {}, max_hs, sum_hs, out_hsd, arrived_h,            \
-                              *position, k_column, v_column, queries_per_kv, ctx, num_splits, scale, eps}};            \
+                             attended_words, product_words, half_words, split_words, logits_v, counters,               \
+                             num_layers, num_slots, order_stride, hidden, num_kv_heads, num_splits,                    \
+                             {nullptr, nullptr, cos_sd, sin_sd, {}, {}, *position, k_column, v_column,                 \
+                              queries_per_kv, ctx, scale, eps}};                                                       \
         decode_token<WEIGHTS, HEAD_DIM>(token);                                                                        \
     }

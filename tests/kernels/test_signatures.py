@@ -328,6 +328,5 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert asked[f"attend_patches_warpgroups_{d}"] == {-(-whole // 1024) * 1024}
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
-        is_last = 4  # not an array
-        few = -(-(few_rows_bytes("token", "f16", d) + is_last) // 16) * 16
+        few = -(-few_rows_bytes("token", "f16", d) // 16) * 16
         assert cuda_token.few_rows_bytes(d, group) == few + 4 * c["kSubtiles"] * group * d
