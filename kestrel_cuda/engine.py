@@ -174,6 +174,12 @@ class Engine:
         warnings += report.warnings
         if on_plan is not None:
             on_plan(report)
+        prepared = backend.prepare_steps(
+            quantized=quantized,
+            kv=config.kv_dtype,
+            head_dim=model.text.head_dim,
+            whole_token=config.whole_token and window is None,
+        )
         store = WeightStore(
             backend,
             weights.layers,
@@ -212,6 +218,7 @@ class Engine:
             whole_token=config.whole_token,
         )
         self._sequence = DeviceSequence(backend, model.text, ctx)
+        prepared()
         backend.synchronize()
         self.checkpoint.check_unchanged()
         self._load_ms = (time.perf_counter() - started) * 1e3

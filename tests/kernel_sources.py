@@ -47,7 +47,10 @@ def struct_bytes(name: str, struct: str, head_dim: int) -> int:
         expression = re.sub(r"([^()?]+) \? ([^():]+) : ([^()]+)", r"\2 if \1 else \3", expression)
         return int(eval(expression, {"__builtins__": {}}, known))
 
-    bodies = {found[1]: found[2] for found in re.finditer(r"^struct (?:__align__\(\d+\) )?(\w+) \{\n(.*?)^\};", text, re.M | re.S)}
+    bodies = {
+        found[1]: found[2]
+        for found in re.finditer(r"^struct (?:__align__\(\d+\) )?(\w+) \{\n(.*?)^\};", text, re.M | re.S)
+    }
     for body in (bodies["Shape"], bodies[struct]):
         for constant, expression in re.findall(r"static constexpr int (\w+) = ([^;]+);", body):
             known[constant] = value(expression)

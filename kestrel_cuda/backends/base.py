@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kestrel_cuda.backends.vision import VisionSteps
+from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import PackedGeometry, SlabEntry, SlabLayout
 from kestrel_cuda.weight_keys import Projection
@@ -259,6 +260,12 @@ class Backend(VisionSteps, Protocol):
         """Measured rate of plain copies from pinned host memory to the device; None where there is no link."""
 
     # steps
+    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Callable[[], None]:
+        """Begin to make ready what a decoder of this kind submits, so that no prompt waits for it; the result waits.
+
+        That raises DeviceError when the device cannot run it.
+        """
+
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation: ...
     def embed(self, table: Array, state: SequenceState, h_mk: Array, num_rows: int) -> None:
         """h[row] = table[tokens[position + row]], widened to float32."""

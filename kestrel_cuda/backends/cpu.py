@@ -30,6 +30,7 @@ from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.backends.cpu_rope import rotate
 from kestrel_cuda.backends.cpu_vision import CpuVisionSteps
 from kestrel_cuda.checkpoint.tensor_file import widen
+from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.grouped import (
     ACTIVATION_GROUP,
     GroupScheme,
@@ -114,6 +115,9 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
         self.num_load_threads = os.cpu_count() or 1
         self._allocated_bytes = 0
         self._peak_bytes = 0
+
+    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Callable[[], None]:
+        return lambda: None
 
     # memory
 

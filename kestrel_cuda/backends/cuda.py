@@ -6,6 +6,7 @@ kernels/attention_half.cuh for the orders of summation they share).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
+from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry, round_up
 
@@ -30,6 +32,11 @@ MAX_ROWS_KERNEL = 4
 MAX_WARPS = 16
 FLOAT_ROWS = 8
 
+_ATTENTION_FILES = {
+    KvDtype.F16: ("attention_few", "attention_many"),
+    KvDtype.F32: (),
+    KvDtype.Q8: ("attention_few_q8", "attention_many_q8"),
+}
 _TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2}
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
 
@@ -41,6 +48,14 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         super().__init__(device, cubin_dir=cubin_dir)
         self._best = self.zeros((256,), np.float32)
         self._best_id = self.zeros((256,), np.int32)
+
+    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Callable[[], None]:
+        files = {"gemv", "norm", "pointwise", "rope", "attention", *_ATTENTION_FILES[kv]}
+        if quantized:
+            files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self.has_warpgroup_mma else set())
+        if quantized and whole_token and kv is KvDtype.F16:
+            files.add("token" if head_dim == 128 else "token_small")
+        return self.kernels.compile_beside(files)
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation:
         return new_activation(self.zeros, max_rows, num_inputs, quantized)

@@ -85,7 +85,7 @@ class CudaDevice:
         self.device_memory = DeviceMemory(device, used_before_bytes, pci_bus_id)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.copy_stream = cupy.cuda.Stream(non_blocking=True)
-        self.kernels = KernelLibrary(self.stream, self.compute_capability, cubin_dir)
+        self.kernels = KernelLibrary(self.stream, self.compute_capability, cubin_dir, device=device)
 
     @property
     def has_warpgroup_mma(self) -> bool:

@@ -83,7 +83,6 @@ struct HalfRing {
     }
 };
 
-// Start a copy of 4 bytes into shared memory; one that is not valid writes zeros.
 // Pieces of codes that one thread copies and turns into entries, [piece][thread], each with the word that has its scale.
 template <int kHeadDim>
 struct Int8Stages {

@@ -7,12 +7,15 @@ itself checks nothing: a missing argument or a wrong width would be read as garb
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -250,17 +253,18 @@ def _pack(kernel: str, parameter: Parameter, value: Any) -> Any:
 
 
 class KernelLibrary:
-    """Every kernel of this package that the current device can run, compiled when first asked for.
+    """Every kernel of this package that a device can run, compiled when first asked for or before.
 
     `cubin_dir` holds NAME.cubin files compiled before, by `compile_cubin`, to be loaded instead.
     """
 
-    def __init__(self, stream: Any, compute_capability: int, cubin_dir: Path | None = None) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, compute_capability: int, cubin_dir: Path | None = None, *, device: int = 0) -> None:
+        self._stream, self._device = stream, device
         self._cubin_dir = cubin_dir
         served = [name for name in kernel_files() if FEATURE_ARCHITECTURES.get(name) in (None, compute_capability)]
         self._files = {kernel: name for name in served for kernel in signatures(name)}
-        self._modules: dict[str, Any] = {}
+        self._modules: dict[str, Future[Any]] = {}
+        self._lock = Lock()
         self._kernels: dict[str, Kernel] = {}
 
     def __getitem__(self, name: str) -> Kernel:
@@ -271,25 +275,49 @@ class KernelLibrary:
             kernel = self._kernels[name] = Kernel(signatures(file)[name], function, self._stream)
         return kernel
 
-    def load(self, names: Iterable[str] | None = None) -> None:
-        """Compile and load kernels now (all by default), so that no later step does."""
-        for name in self._files if names is None else names:
-            self[name]
+    def compile_beside(self, names: Iterable[str]) -> Callable[[], None]:
+        """Begin to compile and load files of kernels, in threads of their own; the result waits until all are there.
+
+        That raises DeviceError when one cannot be compiled.
+        """
+        served = sorted(set(names) & set(self._files.values()))
+        threads = ThreadPoolExecutor(max(1, min(len(served), os.cpu_count() or 1)), thread_name_prefix="compile")
+        for name in served:
+            threads.submit(self._module, name)
+        threads.shutdown(wait=False)
+
+        def wait() -> None:
+            for name in served:
+                self._module(name)
+
+        return wait
 
     def _module(self, file: str) -> Any:
-        if file not in self._modules:
-            import cupy
+        with self._lock:
+            begun = self._modules.get(file)
+            if begun is None:
+                mine = self._modules[file] = Future()
+        if begun is not None:
+            return begun.result()
+        try:
+            mine.set_result(self._compile(file))
+        except BaseException as error:
+            mine.set_exception(error)
+        return mine.result()
 
-            if self._cubin_dir is not None:
-                module = cupy.RawModule(path=str(self._cubin_dir / f"{file}.cubin"))
-            else:
-                # CuPy names the architecture after these options; of two, NVRTC 12.9 and 13.0 take the first.
-                features = (f"-arch=sm_{FEATURE_ARCHITECTURES[file]}a",) if file in FEATURE_ARCHITECTURES else ()
-                module = cupy.RawModule(code=source(file), options=(*features, *run_time_options()), backend="nvrtc")
-            try:
+    def _compile(self, file: str) -> Any:
+        import cupy
+
+        if self._cubin_dir is not None:
+            module = cupy.RawModule(path=str(self._cubin_dir / f"{file}.cubin"))
+        else:
+            # CuPy names the architecture after these options; of two, NVRTC 12.9 and 13.0 take the first.
+            features = (f"-arch=sm_{FEATURE_ARCHITECTURES[file]}a",) if file in FEATURE_ARCHITECTURES else ()
+            module = cupy.RawModule(code=source(file), options=(*features, *run_time_options()), backend="nvrtc")
+        try:
+            with cupy.cuda.Device(self._device):
                 module.compile()
-            except cupy.cuda.compiler.CompileException as error:
-                reason = str(error).splitlines()[0]
-                raise DeviceError(f"the driver or NVRTC cannot compile {file}.cu: {reason}") from error
-            self._modules[file] = module
-        return self._modules[file]
+        except cupy.cuda.compiler.CompileException as error:
+            reason = str(error).splitlines()[0]
+            raise DeviceError(f"the driver or NVRTC cannot compile {file}.cu: {reason}") from error
+        return module

@@ -65,8 +65,8 @@ SPILLS = {
     "decode_token_int8_64": 8,
     "decode_token_int8_32": 8,
 }
-"""Bytes written and read. Linears: two registers, once in sixteen mmas; builds that spilled none were up to 5 % slower. A
-token: keys of the attention, whose warps have 112 registers, on the way to them."""
+"""Bytes written and read. Linears: two registers, once in sixteen mmas; builds that spilled none were up to 5 % slower.
+A token: keys of the attention, whose warps have 112 registers, on the way to them."""
 
 
 @pytest.mark.parametrize(

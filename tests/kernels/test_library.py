@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kestrel_cuda.errors import InternalError
+from kestrel_cuda.errors import DeviceError, InternalError
 from kestrel_cuda.kernels import library
 from tests.kernel_sources import ALL_KERNELS, FakeRawKernel, expanded
 
@@ -145,3 +147,46 @@ def test_features_are_asked_for_where_they_are_needed() -> None:
     assert "-arch=sm_90a" in library.compile_options("gemm_warpgroup", 90)
     assert library.architectures("gemm") == library.ARCHITECTURES
     assert library.architectures("gemm_warpgroup") == (90,)
+
+
+class TestCompilingBeside:
+    @pytest.fixture
+    def compiled(self, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+        """How often each file was compiled; "norm" cannot be."""
+        count: Counter[str] = Counter()
+
+        def compile_file(_library: library.KernelLibrary, file: str) -> str:
+            count[file] += 1
+            if file == "norm":
+                raise DeviceError("cannot compile norm.cu")
+            return f"module of {file}"
+
+        monkeypatch.setattr(library.KernelLibrary, "_compile", compile_file)
+        return count
+
+    def test_each_file_is_compiled_once(self, compiled: Counter[str]) -> None:
+        kernels = library.KernelLibrary(None, 80)
+        first, second = kernels.compile_beside(["gemv", "rope"]), kernels.compile_beside(["rope", "gemm"])
+        first()
+        second()
+        assert kernels._module("rope") == "module of rope"
+        assert compiled == {"gemv": 1, "rope": 1, "gemm": 1}
+
+    def test_files_that_the_card_does_not_have_are_left_out(self, compiled: Counter[str]) -> None:
+        library.KernelLibrary(None, 80).compile_beside(["token", "gemv"])()
+        assert compiled == {"gemv": 1}
+
+    def test_files_are_compiled_at_the_same_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        both = Barrier(2)
+        monkeypatch.setattr("os.cpu_count", lambda: 2)
+        monkeypatch.setattr(library.KernelLibrary, "_compile", lambda _library, _file: both.wait(timeout=30))
+        library.KernelLibrary(None, 80).compile_beside(["gemv", "rope"])()
+
+    def test_what_cannot_be_compiled_is_said_to_who_waits_and_to_who_asks(self, compiled: Counter[str]) -> None:
+        kernels = library.KernelLibrary(None, 80)
+        wait = kernels.compile_beside(["norm", "gemv"])
+        for ask in (wait, lambda: kernels["rms_norm"]):
+            with pytest.raises(DeviceError, match=r"cannot compile norm\.cu"):
+                ask()
+        assert kernels._module("gemv") == "module of gemv"
+        assert compiled["norm"] == 1

@@ -1,5 +1,5 @@
-"""How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints and for small ones, and in which
-order their boxes are copied; needs CuPy but no GPU."""
+"""How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints and for small ones, and in
+which order their boxes are copied; needs CuPy but no GPU."""
 
 from __future__ import annotations
 

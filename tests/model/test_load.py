@@ -14,7 +14,7 @@ import pytest
 import kestrel_cuda.load
 from kestrel_cuda.backends.cpu import CpuBackend
 from kestrel_cuda.checkpoint.names import EMBEDDING
-from kestrel_cuda.config import EngineConfig, Policy, Quant
+from kestrel_cuda.config import EngineConfig, KvDtype, Policy, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import CheckpointError, DeviceError
 from kestrel_cuda.report import LoadReport, PlanReport
@@ -231,3 +231,16 @@ class TestACheckpointThatChanges:
         with pytest.raises(CheckpointError, match="changed while it was in use"):
             engine.load(40, len(PROMPT))
         engine.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kv", KvDtype)
+@pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0, Quant.G256, Quant.NONE])
+def test_nothing_is_compiled_once_everything_is_loaded(engines: Engines, quant: Quant, kv: KvDtype) -> None:
+    """A prompt in one pass, one with few rows left over, and tokens."""
+    for chunk in (None, 31):
+        engine, _ = engines.load(TINY, "cuda", quant=quant, kv_dtype=kv, prefill_chunk=chunk)
+        kernels = engine.backend.kernels  # type: ignore[union-attr]
+        loaded = set(kernels._modules)
+        list(engine.generate(random_ids(33), 6, ignore_eos=True))
+        assert set(kernels._modules) == loaded
