@@ -33,7 +33,9 @@ COUNTER_WORDS = 2 * 32
 NUM_LAYER_POINTERS = 6
 BOX_ITEMS = 4
 ITEM_BIT, KIND_BIT = 16, 24
-LEAST_SLOTS, MOST_SLOTS = 6, 24
+MOST_SLOTS = 24
+LEAST_ON_THEIR_WAY, MOST_ON_THEIR_WAY = 2, 5
+"""Boxes on their way to a block while it sums: more keep the memory no busier, and others' words wait behind them."""
 MOST_SETS_AT_ONCE = 4
 MMA_ROWS, SUBTILES = 16, 4
 COPY_CAPABILITY = 90
@@ -95,6 +97,20 @@ class Cut:
     def _boxes_of(self, number: int, first_item: int, end_item: int) -> list[int]:
         column = number * self.set_columns // COLUMNS
         return [column | item << ITEM_BIT for item in range(first_item, end_item, self.box_items)]
+
+    def most_ahead(self, num_blocks: int) -> int:
+        """How many boxes lie at most between one that a warp took and the next it waits for, that one counted in."""
+        own = {self.num_items} if self.num_sets - self.num_halved > num_blocks or self.num_halved else set()
+        if self.num_halved:
+            lower = (self.num_pieces // 2) << self.gate_up
+            own |= {lower, self.num_items - lower}
+        # From its last item of a set to its first of the next; a set with more than an item a warp has them four apart.
+        passed = [
+            -(-items // BOX_ITEMS) - (items - 1 - w) // WARPS * (WARPS // BOX_ITEMS)
+            for items in own
+            for w in range(min(items, WARPS))
+        ]
+        return max([WARPS // BOX_ITEMS, *passed])
 
     def fit(self, work_bytes: int) -> Cut:
         """With as many sets between two barriers as `work_bytes` of shared memory have room for."""
@@ -280,6 +296,7 @@ class CudaWholeToken:
             "logits_v": decoder.logits_mv,
             "num_layers": len(layers),
             "num_slots": num_slots,
+            "most_on_their_way": most_on_their_way(cuts, num_slots, steps.num_multiprocessors),
             "order_stride": order.shape[1],
             "hidden": hidden,
             "num_kv_heads": heads.num_kv_heads,
@@ -316,9 +333,14 @@ class TokenSteps(AttentionSteps):
         least = table_bytes(cuts, len(decoder.layers), num_blocks)
         least += least_work_bytes(cuts, heads.head_dim, heads.queries_per_kv)
         num_slots = min(MOST_SLOTS, (dynamic_bytes(self, kernel) - least) // ring_bytes(decoder))
-        if num_slots < LEAST_SLOTS:
+        if most_on_their_way(cuts, num_slots, num_blocks) < LEAST_ON_THEIR_WAY:
             return None
         return CudaWholeToken(self, kernel, decoder, cuts, num_slots)
+
+
+def most_on_their_way(cuts: Sequence[Cut], num_slots: int, num_blocks: int) -> int:
+    """Boxes of a ring that may be on their way at a time, so that no warp is a turn of a barrier ahead of its slot."""
+    return min(MOST_ON_THEIR_WAY, num_slots - max(cut.most_ahead(num_blocks) for cut in cuts))
 
 
 def ring_bytes(decoder: Decoder) -> int:

@@ -36,7 +36,7 @@ struct Token {
     u64* split_words;                  // flagged, as FlaggedSplits has them
     float* logits_v;
     u32* counters;
-    int num_layers, num_slots, order_stride, hidden, num_kv_heads, num_splits;
+    int num_layers, num_slots, most_on_their_way, order_stride, hidden, num_kv_heads, num_splits;
     RowAttention<HalfCache> attention; // of no layer yet
 };
 
@@ -206,7 +206,8 @@ __device__ inline void decode_token(const Token& given) {
     if (threadIdx.x >= kThreads) {
         give_registers_back<32>();
         if (threadIdx.x == kThreads)
-            ring.copy_all(token.copy_maps, token.copy_order + blockIdx.x * token.order_stride, num_layers, &is_summing);
+            ring.copy_all(token.copy_maps, token.copy_order + blockIdx.x * token.order_stride, num_layers,
+                          token.most_on_their_way, &is_summing);
         return;
     }
     take_registers<112>();
@@ -303,12 +304,12 @@ __device__ inline void decode_token(const Token& given) {
                           const float* final_norm_k, const float* h_k, u64* h_words, u64* qkv_words,                   \
                           u64* attended_words, u64* product_words, u64* half_words, u64* split_words,                  \
                           float* logits_v, u32* counters, const float* cos_sd, const float* sin_sd,                    \
-                          const int* position, int num_layers, int num_slots, int order_stride, int hidden,            \
-                          int num_kv_heads, int num_splits, int k_column, int v_column, int queries_per_kv,            \
-                          int ctx, float scale, float eps) {                                                           \
+                          const int* position, int num_layers, int num_slots, int most_on_their_way,                   \
+                          int order_stride, int hidden, int num_kv_heads, int num_splits, int k_column,                \
+                          int v_column, int queries_per_kv, int ctx, float scale, float eps) {                         \
         const Token token = {copy_maps, copy_order, pointers, cuts, final_norm_k, h_k, h_words, qkv_words,             \
                              attended_words, product_words, half_words, split_words, logits_v, counters,               \
-                             num_layers, num_slots, order_stride, hidden, num_kv_heads, num_splits,                    \
+                             num_layers, num_slots, most_on_their_way, order_stride, hidden, num_kv_heads, num_splits, \
                              {nullptr, nullptr, cos_sd, sin_sd, {}, {}, *position, k_column, v_column,                 \
                               queries_per_kv, ctx, scale, eps}};                                                       \
         decode_token<WEIGHTS, HEAD_DIM>(token);                                                                        \

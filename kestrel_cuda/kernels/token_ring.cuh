@@ -16,10 +16,9 @@ constexpr int kCopyAlignment = 128;
 constexpr int kItemBit = 16;
 constexpr int kKindBit = 24;
 
-// Boxes on their way at a time. What is asked of the memory waits behind what was asked before: while blocks wait for one
-// another's words few are, and while they sum no more than keep the memory busy.
+// Boxes on their way at a time while blocks wait for one another's words, which wait behind what was asked of the memory
+// before them.
 constexpr int kMostWhileWaiting = 2;
-constexpr int kMostWhileSumming = 5;
 
 enum Kind { kQkv, kO, kGateUp, kDown, kLmHead, kNumKinds };
 
@@ -131,7 +130,13 @@ struct Ring {
 
     // All of a block's weights in the order of their use, by one thread. `order` is the host's list (cuda_token.py's
     // `copy_order`): how many boxes a layer and in lm_head, then those boxes; a layer's are the same for every layer.
-    __device__ void copy_all(const u8* copy_maps, const u32* order, int num_layers, const volatile int* is_summing) const {
+    //
+    // While blocks sum no more boxes are on their way than `most_while_summing`. A warp that waits for a box must find the
+    // slot's box before it landed, or it would take that one's turn of the barrier for its own; boxes may land in another
+    // order than they were asked for. When a box is asked for, those `most_while_summing` before it have landed, so the
+    // host keeps that and the boxes a warp passes over between two of its own within `num_slots` (`most_on_their_way`).
+    __device__ void copy_all(const u8* copy_maps, const u32* order, int num_layers, int most_while_summing,
+                             const volatile int* is_summing) const {
         const int of_layer = order[0];
         int left = of_layer * num_layers + order[1], layer = of_layer ? 0 : num_layers, next = 0;
         if (left == 0) return;
@@ -140,7 +145,7 @@ struct Ring {
         u32 box = order[2];
         while (true) {
             wait_barrier(empty + slot * 8, parity);
-            while (on_their_way >= (*is_summing ? kMostWhileSumming : kMostWhileWaiting)) {
+            while (on_their_way >= (*is_summing ? most_while_summing : kMostWhileWaiting)) {
                 wait_barrier(full + behind * 8, behind_parity);
                 --on_their_way;
                 if (++behind == num_slots) behind = 0, behind_parity ^= 1;

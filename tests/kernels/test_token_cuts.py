@@ -55,10 +55,42 @@ def test_every_column_and_piece_is_in_one_item(cuts: list[Any]) -> None:
         assert cut.num_groups == 4 * cut.num_pieces
 
 
-def test_enough_boxes_fit_every_ring(token: Any, cuts: list[Any], element: Element) -> None:
+def num_slots(token: Any, cuts: list[Any], element: Element) -> int:
     fixed = token.table_bytes(cuts, LAYERS, MULTIPROCESSORS) + token.least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
-    slots = (BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (token.slot_bytes(element) + 2 * 8)
-    assert slots >= token.LEAST_SLOTS
+    return int((BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (token.slot_bytes(element) + 2 * 8))
+
+
+def walks(cut: Any, block: int) -> list[tuple[int, int, int]]:
+    """What a block sums up of a matrix, in turn: number of a set, first item, end."""
+    num_whole = cut.num_sets - cut.num_halved
+    found = [(number, 0, cut.num_items) for number in range(block, num_whole, MULTIPROCESSORS)]
+    if block < num_whole and block < 2 * cut.num_halved:
+        half_items = (cut.num_pieces // 2) << cut.gate_up
+        first, end = (half_items, cut.num_items) if block % 2 else (0, half_items)
+        found.insert(0, (num_whole + block // 2, first, end))
+    return found
+
+
+def test_enough_boxes_are_on_their_way(token: Any, cuts: list[Any], element: Element) -> None:
+    slots = num_slots(token, cuts, element)
+    assert token.most_on_their_way(cuts, slots, MULTIPROCESSORS) == token.MOST_ON_THEIR_WAY
+    for fewer in range(slots):
+        on_their_way = token.most_on_their_way(cuts, fewer, MULTIPROCESSORS)
+        assert on_their_way <= fewer - max(cut.most_ahead(MULTIPROCESSORS) for cut in cuts)
+
+
+def test_no_warp_passes_over_more_boxes_than_is_reckoned_with(token: Any, cuts: list[Any]) -> None:
+    """Of a stage, a warp takes items w, w + 16, ... of each set; boxes are counted from the stage's first."""
+    for cut in cuts:
+        for block in range(MULTIPROCESSORS):
+            for warp in range(token.WARPS):
+                start, taken, passed = 0, -1, 0
+                for _, first, end in walks(cut, block):
+                    for item in range(warp, end - first, token.WARPS):
+                        box = start + item // token.BOX_ITEMS
+                        passed, taken = max(passed, box - taken), box
+                    start += -(-(end - first) // token.BOX_ITEMS)
+                assert passed <= cut.most_ahead(MULTIPROCESSORS), (cut, block, warp)
 
 
 def test_boxes_come_in_the_order_in_which_their_items_are_taken(token: Any, cuts: list[Any]) -> None:
@@ -69,13 +101,7 @@ def test_boxes_come_in_the_order_in_which_their_items_are_taken(token: Any, cuts
     for block, (num_of_layer, num_of_head, *words) in enumerate(order.tolist()):
         boxes = iter(words[: num_of_layer + num_of_head])
         for kind, cut in enumerate(cuts):
-            num_whole = cut.num_sets - cut.num_halved
-            walks = [(number, 0, cut.num_items) for number in range(block, num_whole, MULTIPROCESSORS)]
-            if block < num_whole and block < 2 * cut.num_halved:
-                half_items = (cut.num_pieces // 2) << cut.gate_up
-                first, end = (half_items, cut.num_items) if block % 2 else (0, half_items)
-                walks.insert(0, (num_whole + block // 2, first, end))
-            for number, first, end in walks:
+            for number, first, end in walks(cut, block):
                 for at in range(first, end, token.BOX_ITEMS):
                     word = next(boxes)
                     assert word >> token.KIND_BIT == (kind if kind < 4 else 0)
