@@ -1,13 +1,16 @@
 """Prefill, then one id at a time, greedily. Knows no files, no flags and no terminal; text only as pieces it hands on.
 
 A token is submitted to the device whole; the host learns its id afterwards. Where every weight stays where it is, the
-token's launches are captured once for each number of attention splits and replayed.
+token's launches are captured once for each number of attention splits and replayed, and the next token is submitted
+before the id of the last is read, so that the device does not wait for the host.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -29,6 +32,16 @@ from kestrel_cuda.residency.store import WeightStore
 LogitsWish = Literal["none", "hash", "keep"]
 CAPTURE_SLOTS = 256
 """A captured token serves every position with the same number of attention splits of this many slots."""
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    """A token whose id has not been read: the cache slot that the id is for, the mark behind its steps, and whether its
+    pass over the layers has been counted."""
+
+    slot: int
+    mark: Any
+    is_counted: bool
 
 
 class Generation:
@@ -86,6 +99,7 @@ class Generation:
         self._position = 0
         self._rope_delta = 0
         self._replays: dict[int, Callable[[], None]] = {}
+        self._submitted: deque[_Submitted] = deque()
         self._hash = hashlib.sha256()
         self._kept_steps: list[NDArray[np.float32]] = []
         self._num_decode_passes = 0
@@ -103,23 +117,27 @@ class Generation:
 
         Raises CheckpointError when no logit is a number, or when a file that is read for every token is not what it
         was. That is looked at before each: the system ends a process that reads where a mapped file is no more.
+
+        What has been submitted when this ends, however it ends, is dropped: the next prompt is laid down behind it.
         """
         before, hidden_sk = self._prefill()
-        chosen = self._read_chosen()
-        self._ttft_ms = self._backend.elapsed_ms(before, now := self._backend.mark())
+        self._submit_ahead()
+        chosen, now = self._read_chosen()
+        self._ttft_ms = self._backend.elapsed_ms(before, now)
         first_step = self._step_logits_row()
         if hidden_sk is not None:
             self._collect_prompt_logits(hidden_sk)
         self._collect_step(first_step)
         yield self._take(chosen, self._ttft_ms)
         while self._stop_reason is None:
-            self._check_source()
-            if self._logits != "none":
-                # Reading and hashing the last logits is no part of the next token's time.
-                now = self._backend.mark()
-            self._decode()
-            chosen = self._read_chosen()
-            later = self._backend.mark()
+            if not self._submitted:
+                self._check_source()
+                if self._logits != "none":
+                    # Reading and hashing the last logits is no part of the next token's time.
+                    now = self._backend.mark()
+                self._submit()
+            self._submit_ahead()
+            chosen, later = self._read_chosen()
             self._decode_ms.append(self._backend.elapsed_ms(now, later))
             now = later
             self._collect_step(self._step_logits_row())
@@ -190,13 +208,44 @@ class Generation:
         after = backend.mark()
         model.logits(model.h_mk[rows - 1 : rows], 1)
         backend.choose(model.logits_mv[0], self._num_ids, self.state, rows)
+        self._submitted.append(_Submitted(total, backend.mark(), is_counted=True))
         self._prefill_ms = backend.elapsed_ms(before, after)
         return before, hidden_sk
 
-    def _decode(self) -> None:
+    def _submit_ahead(self) -> None:
+        """Submit the token after the one whose id is to be read next, where nothing has to come between."""
+        if (
+            self._backend.runs_ahead
+            and self._store.is_static
+            and self._logits == "none"
+            and self._observe is None
+            and len(self._ids) + 1 < self._max_new_tokens
+            # Kernels may have to be compiled for a capture; an id that is known does not wait for that.
+            and (not self._backend.can_capture or round_up(self._position + 1, CAPTURE_SLOTS) in self._replays)
+        ):
+            try:
+                self._check_source()
+            except CheckpointError:
+                return  # it is raised behind the id that is on its way
+            self._submit()
+
+    def _submit(self) -> None:
+        """Submit the next token. A pass over weights that stay is counted when its id is read: it may be dropped."""
         self._position += 1
+        counts_later = self._store.is_static
+        if counts_later:
+            with self._store.uncounted():
+                self._decode()
+        else:
+            self._begin_pass()
+            self._decode()
+        self._submitted.append(_Submitted(self._position, self._backend.mark(), is_counted=not counts_later))
+
+    def _begin_pass(self) -> None:
         self._store.begin_pass()
         self._num_decode_passes += 1
+
+    def _decode(self) -> None:
         if not self._backend.can_capture:
             self.submit_token(self._position)
             return
@@ -205,14 +254,12 @@ class Generation:
         if not self._store.is_static:
             self.submit_token(num_slots, capture_layers=self._captures_layers)
         elif replay is not None:
-            self._store.count_resident_pass()
             replay()
         else:
             # The first token of a split count runs plainly, which also loads every kernel the capture records.
             self.submit_token(num_slots)
-            with self._store.uncounted():
-                # One at a time: the driver keeps memory for each, and contexts only grow.
-                self._replays = {num_slots: self._backend.capture(lambda: self.submit_token(num_slots))}
+            # One at a time: the driver keeps memory for each, and contexts only grow.
+            self._replays = {num_slots: self._backend.capture(lambda: self.submit_token(num_slots))}
 
     def submit_token(self, num_slots: int, *, capture_layers: bool = False) -> None:
         """Submit one token: the row at the position through every layer, its logits, and the choice of the next id."""
@@ -227,8 +274,15 @@ class Generation:
         if self._read_on is not None:
             self._read_on.check_unchanged()
 
-    def _read_chosen(self) -> int:
-        chosen = int(self._backend.to_host(self.state.chosen)[0])
+    def _read_chosen(self) -> tuple[int, Any]:
+        """The id of the token submitted first, once it is there, and the mark behind it."""
+        token = self._submitted.popleft()
+        self._backend.wait(token.mark)
+        if not token.is_counted:
+            self._begin_pass()
+            self._store.count_resident_pass()
+        ids = self._backend.peek(self.state.chosen)
+        chosen = int(ids[token.slot % len(ids)])
         if chosen < 0:
             if self._encoded is not None:
                 self._encoded.check_finite()
@@ -236,7 +290,7 @@ class Generation:
                 f"no logit is a number at step {len(self._ids)}: the weights, or what is computed with them, are too "
                 "large; fetch the checkpoint again, or use another one"
             )
-        return chosen
+        return chosen, token.mark
 
     def _take(self, chosen: int, time_ms: float) -> Token:
         self._ids.append(chosen)
@@ -281,6 +335,7 @@ class Generation:
         cache, pool = store.cache, store.pool
         passes = self._num_decode_passes
         memory = self._backend.memory()
+        other_pinned_bytes = self._embed_host_bytes + self.state.chosen.nbytes
         return ResidencyReport(
             weights_resident_end=store.weights_resident,
             layers_resident_end=store.layers_resident,
@@ -295,7 +350,7 @@ class Generation:
             cache_misses=cache.num_misses,
             pool_hits=pool.num_hits,
             pool_misses=pool.num_misses,
-            host_pinned_bytes=max(0, self._backend.host_pinned_bytes() - self._embed_host_bytes),
+            host_pinned_bytes=max(0, self._backend.host_pinned_bytes() - other_pinned_bytes),
             embed_host_bytes=self._embed_host_bytes,
             peak_device_bytes=memory.peak_allocated_bytes,
         )

@@ -89,7 +89,7 @@ class Sizes:
     def rows(self, keep: int, chunk: int, embeddings_on_device: bool) -> list[tuple[str, int]]:
         text, chunk = self.text, self.rows_a_pass(chunk)
         norm_bytes = 4 * (text.num_layers * (2 * text.hidden_size + 2 * text.head_dim) + text.hidden_size)
-        table_bytes = 4 * self.ctx * text.head_dim + 4 * (self.ctx + 3)
+        table_bytes = 4 * self.ctx * text.head_dim + 4 * (self.ctx + 2)
         return [
             ("driver context, kernels and captures", self.memory.context_bytes + (GRAPH_BYTES if self.on_gpu else 0)),
             (self.layers_name(keep), self.peak_layers(keep) * self.layer_bytes),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Activation, Backend, SequenceState, SourceMatrix
+from kestrel_cuda.backends.base import CHOSEN_SLOTS, Activation, Backend, SequenceState, SourceMatrix
 from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.config import Quant
 from kestrel_cuda.quant.grouped import GroupedWeight, quantize, quantize_activations, scheme_for
@@ -273,7 +273,7 @@ def sequence_at(backend: Backend, ctx: int, position: int, half: int, rng: np.ra
     return SequenceState(
         tokens=backend.zeros((ctx + 1,), np.int32),
         position=backend.to_device(np.array([position], np.int32)),
-        chosen=backend.zeros((1,), np.int32),
+        chosen=backend.shared_zeros((CHOSEN_SLOTS,), np.int32),
         cos_sd=backend.to_device(np.cos(angles).astype(np.float32)),
         sin_sd=backend.to_device(np.sin(angles).astype(np.float32)),
     )
@@ -293,7 +293,10 @@ def _check_choice(backend: Backend, rng: np.random.Generator) -> Check:
         edit(logits)
         state = sequence_at(backend, 8, 3, 4, rng)
         backend.choose(backend.to_device(logits), 5000, state, 2)
+        backend.wait(backend.mark())
         expected = int(np.nanargmax(logits[:5000]))
-        found = int(backend.to_host(state.chosen)[0]), int(backend.to_host(state.position)[0])
-        wrong += found != (expected, 5) or int(backend.to_host(state.tokens)[5]) != expected
-    return Check("choice of the next id", wrong == 0, f"{wrong} of {len(cases)} cases wrong")
+        ids = np.zeros(CHOSEN_SLOTS, np.int32)
+        ids[5 % CHOSEN_SLOTS] = expected
+        wrong += not np.array_equal(backend.peek(state.chosen), ids)
+        wrong += int(backend.to_host(state.position)[0]) != 5 or int(backend.to_host(state.tokens)[5]) != expected
+    return Check("choice of the next id", wrong == 0, f"{wrong} of {2 * len(cases)} comparisons wrong")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kestrel_cuda.backends.base import (
+    CHOSEN_SLOTS,
     Activation,
     Decoder,
     DecoderLayer,
@@ -95,7 +96,8 @@ def weight(geometry: PackedGeometry) -> DeviceWeight:
 
 def state(ctx: int, head_dim: int) -> SequenceState:
     table = np.zeros((ctx, head_dim // 2), np.float32)
-    return SequenceState(np.zeros(ctx + 1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32), table, table)
+    tokens, position, chosen = (np.zeros(length, np.int32) for length in (ctx + 1, 1, CHOSEN_SLOTS))
+    return SequenceState(tokens, position, chosen, table, table)
 
 
 def run_linears(backend: Any) -> None:

@@ -117,10 +117,15 @@ class KvLayer:
     v_scales_hsg: Array | None = None
 
 
+CHOSEN_SLOTS = 4
+"""Ids that are kept for the host; one is read while the next is written."""
+
+
 @dataclass(frozen=True)
 class SequenceState:
-    """What decoding keeps on the device: token ids by cache slot [ctx + 1], the number of slots filled [1], the id
-    chosen last [1], and the rotation table [ctx, head_dim / 2] by cache slot."""
+    """What decoding keeps on the device: token ids by cache slot [ctx + 1], the number of slots filled [1], and the
+    rotation table [ctx, head_dim / 2] by cache slot; and in memory shared with the host the ids chosen last
+    [CHOSEN_SLOTS], the one for cache slot s at s % CHOSEN_SLOTS."""
 
     tokens: Array
     position: Array
@@ -203,6 +208,9 @@ class Backend(VisionSteps, Protocol):
     device_name: str
     num_load_threads: int
     can_capture: bool
+    runs_ahead: bool
+    """Whether steps return before they are done."""
+
     rows_are_independent: bool
     """Whether the bits of a row are the same whatever rows are beside it."""
 
@@ -221,6 +229,15 @@ class Backend(VisionSteps, Protocol):
     def copy(self, target: Array, source: Array) -> None: ...
     def map_host(self, array: NDArray[Any]) -> Array:
         """An array that steps can read while its bytes stay in host memory."""
+
+    def shared_zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Zeros in host memory that steps write and the host may read in place once they are done; held until `close`.
+
+        Raises DeviceError when the driver refuses to map them.
+        """
+
+    def peek(self, array: Array) -> NDArray[Any]:
+        """The host's own view of what `shared_zeros` made: no copy, no wait."""
 
     def allocate_slab(self, layout: SlabLayout) -> Slab: ...
     def slab_over(self, layout: SlabLayout, raw: Array) -> Slab:
@@ -248,6 +265,9 @@ class Backend(VisionSteps, Protocol):
 
     # time
     def mark(self) -> Any: ...
+    def wait(self, mark: Any) -> None:
+        """Return once every step submitted before the mark is done."""
+
     def elapsed_ms(self, start: Any, end: Any) -> float: ...
     def synchronize(self) -> None: ...
     def capture(self, steps: Callable[[], None]) -> Callable[[], None]:

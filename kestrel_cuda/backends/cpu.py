@@ -108,6 +108,7 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
 
     name = "cpu"
     can_capture = False
+    runs_ahead = False
     rows_are_independent = False
 
     def __init__(self) -> None:
@@ -157,6 +158,12 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
     def map_host(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
 
+    def shared_zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        return np.zeros(shape, dtype)
+
+    def peek(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
+
     def allocate_slab(self, layout: SlabLayout) -> Slab:
         self._count(layout.num_bytes)
         return self.slab_over(layout, np.zeros(layout.num_bytes, np.uint8))
@@ -203,6 +210,9 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
 
     def mark(self) -> float:
         return time.perf_counter()
+
+    def wait(self, mark: float) -> None:
+        pass
 
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1e3
@@ -344,8 +354,9 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
         if best >= 0 and not numbers[best]:
             best = int(np.argmax(numbers))
         self.advance(state, num_rows)
-        state.tokens[state.position[0]] = max(best, 0)
-        state.chosen[0] = best
+        slot = state.position[0]
+        state.tokens[slot] = max(best, 0)
+        state.chosen[slot % len(state.chosen)] = best
 
     def advance(self, state: SequenceState, num_rows: int) -> None:
         state.position[0] += num_rows

@@ -162,7 +162,7 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         )
         self.kernels["argmax_final"](
             (1,), (256,), best_b=self._best, best_id_b=self._best_id, tokens=state.tokens, position=state.position,
-            chosen=state.chosen, num_blocks=blocks, num_rows=num_rows,
+            chosen=state.chosen, num_chosen=state.chosen.size, num_blocks=blocks, num_rows=num_rows,
         )  # fmt: skip
 
     def advance(self, state: SequenceState, num_rows: int) -> None:

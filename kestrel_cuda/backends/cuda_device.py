@@ -57,6 +57,7 @@ class CudaDevice:
     name = "cuda"
     num_load_threads = 1
     can_capture = True
+    runs_ahead = True
     rows_are_independent = True
 
     def __init__(self, device: int = 0, *, cubin_dir: Path | None = None) -> None:
@@ -146,6 +147,19 @@ class CudaDevice:
             raise DeviceError(f"the driver refused to map {held.nbytes} bytes of host memory for the embeddings")
         return self.device_memory.view_of_host(held)
 
+    def shared_zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        held = page_aligned(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+        held.fill(0)
+        if not self.device_memory.pin(held, mapped=True):
+            raise DeviceError(
+                f"the driver refused to map {held.nbytes} bytes of host memory for chosen ids; free host memory, or "
+                "raise the limit of locked memory"
+            )
+        return self.device_memory.view_of_host(held)
+
+    def peek(self, array: Any) -> NDArray[Any]:
+        return self.device_memory.host_of(array)
+
     def allocate_slab(self, layout: SlabLayout) -> Slab:
         return self.slab_over(layout, self.zeros((layout.num_bytes,), np.uint8))
 
@@ -208,6 +222,9 @@ class CudaDevice:
         event = cupy.cuda.Event()
         event.record(self.stream)
         return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         end.synchronize()

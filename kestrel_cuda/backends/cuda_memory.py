@@ -114,9 +114,13 @@ class DeviceMemory:
         self.pinned_bytes -= array.nbytes
 
     def view_of_host(self, array: NDArray[Any]) -> Any:
-        """A CuPy array over registered host memory, read by kernels through the link."""
+        """A CuPy array over registered host memory, which kernels reach through the link."""
         memory = cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, self._device)
         return cupy.ndarray(array.shape, array.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    def host_of(self, view: Any) -> NDArray[Any]:
+        """The registered host memory that a whole view is over."""
+        return self._registered[view.data.ptr]
 
     def _free_address(self, address: int) -> None:
         self.allocated_bytes -= self._live.pop(address)

@@ -83,10 +83,11 @@ argmax_partial(const float* logits_v, float* best_b, int* best_id_b, int v) {
 }
 
 // Write the best id to tokens[position + num_rows] and move the position on. -1 when every logit is NaN; the row that
-// the next embedding reads is then 0, so nothing is read out of bounds. Grid: 1.
+// the next embedding reads is then 0, so nothing is read out of bounds. `chosen` [num_chosen] is host memory; it needs
+// no fence, as the host reads behind an event recorded after this kernel. Grid: 1.
 extern "C" __global__ void __launch_bounds__(256)
-argmax_final(const float* best_b, const int* best_id_b, int* tokens, int* position, int* chosen, int num_blocks,
-             int num_rows) {
+argmax_final(const float* best_b, const int* best_id_b, int* tokens, int* position, int* chosen, int num_chosen,
+             int num_blocks, int num_rows) {
     __shared__ float values[8];
     __shared__ int ids[8];
     float best = 0.0f;
@@ -95,7 +96,7 @@ argmax_final(const float* best_b, const int* best_id_b, int* tokens, int* positi
     block_best(best, best_id, values, ids);
     if (threadIdx.x == 0) {
         const int next = *position + num_rows;
-        *chosen = best_id;
+        chosen[next % num_chosen] = best_id;
         tokens[next] = max(best_id, 0);
         *position = next;
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Backend, SequenceState
+from kestrel_cuda.backends.base import CHOSEN_SLOTS, Backend, SequenceState
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.prompt_positions import continued
 from kestrel_cuda.model.rope import rotation_table, text_positions
@@ -23,7 +23,7 @@ class DeviceSequence:
         self.state = SequenceState(
             tokens=backend.zeros((ctx + 1,), np.int32),
             position=backend.zeros((1,), np.int32),
-            chosen=backend.zeros((1,), np.int32),
+            chosen=backend.shared_zeros((CHOSEN_SLOTS,), np.int32),
             cos_sd=backend.to_device(cos_sd),
             sin_sd=backend.to_device(sin_sd),
         )

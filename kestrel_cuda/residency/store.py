@@ -212,13 +212,16 @@ class WeightStore:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave the hits of what is asked for inside out of the count: it is recorded, not run."""
+        """Leave the hits of what is asked for inside out of the count: it is recorded, or counted once it is known to
+        be wanted."""
         num_hits = self.cache.num_hits
-        yield
-        self.cache.num_hits = num_hits
+        try:
+            yield
+        finally:
+            self.cache.num_hits = num_hits
 
     def count_resident_pass(self) -> None:
-        """Count the hits of a pass that was replayed without asking for each layer."""
+        """Count the hits of a pass that found every layer resident and was not counted when it was submitted."""
         self.cache.num_hits += self.num_weights
 
     def flip_host_bit(self, layer: int) -> None:

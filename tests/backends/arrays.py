@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import Activation, Array, Backend, DeviceWeight, SequenceState
+from kestrel_cuda.backends.base import CHOSEN_SLOTS, Activation, Array, Backend, DeviceWeight, SequenceState
 from kestrel_cuda.quant.grouped import GroupedWeight, GroupScheme
 from kestrel_cuda.quant.packed import Element, PackedGeometry, entry_views, pack_grouped, slab_layout
 from kestrel_cuda.weight_keys import LM_HEAD
@@ -226,7 +226,7 @@ def sequence_state(
     return SequenceState(
         tokens=backend.to_device(ids),
         position=backend.to_device(np.array([position], np.int32)),
-        chosen=backend.to_device(np.array([POISON_TOKEN], np.int32)),
+        chosen=backend.to_device(np.full(CHOSEN_SLOTS, POISON_TOKEN, np.int32)),
         cos_sd=backend.to_device(np.cos(angles_sd).astype(np.float32)),
         sin_sd=backend.to_device(np.sin(angles_sd).astype(np.float32)),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +132,18 @@ class TestEveryBackend:
         assert mapped.shape == values.shape
         assert mapped.dtype == values.dtype
 
+    def test_memory_shared_with_the_host_is_none_of_the_device(self, backend: Backend) -> None:
+        before = backend.memory().allocated_bytes
+        shared = backend.shared_zeros((3, 5), np.float32)
+        seen = backend.peek(shared)
+        assert (shared.shape, shared.dtype, shared.nbytes) == (seen.shape, seen.dtype, seen.nbytes)
+        assert not seen.any()
+        assert backend.memory().allocated_bytes == before
+        rows = normal(rng(3), 3, 5)
+        backend.add(shared, backend.to_device(rows))
+        backend.wait(backend.mark())
+        assert (seen == rows).all()
+
     def test_a_mark_follows_another(self, backend: Backend) -> None:
         start = backend.mark()
         backend.zeros((1000,), np.float32)
@@ -143,6 +157,48 @@ def test_the_cpu_pins_nothing_and_reads_at_no_rate(cpu_backend: Backend) -> None
     assert cpu_backend.host_pinned_bytes() == 0
     assert cpu_backend.read_rate_gb_per_s() is None
     assert cpu_backend.link_rate_gb_per_s() is None
+
+
+class TestSharedMemory:
+    """Of the CUDA device with a runtime that maps, or refuses to; needs CuPy but no GPU."""
+
+    @pytest.fixture
+    def device(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+        pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+        from kestrel_cuda.backends import cuda_device, cuda_memory
+
+        def register(address: int, num_bytes: int, flags: int) -> None:
+            assert flags == cuda_memory._REGISTER_MAPPED
+            if request.param == "refuses":
+                raise RuntimeError
+
+        runtime = SimpleNamespace(
+            hostRegister=register, hostUnregister=lambda address: None, CUDARuntimeError=RuntimeError
+        )
+        monkeypatch.setattr(cuda_memory, "runtime", runtime)
+        memory = cuda_memory.DeviceMemory.__new__(cuda_memory.DeviceMemory)
+        memory._device, memory._live, memory._registered, memory.pinned_bytes = 0, {}, {}, 0
+        device = cuda_device.CudaDevice.__new__(cuda_device.CudaDevice)
+        device.device_memory = memory
+        return device
+
+    @pytest.mark.parametrize("device", ["maps"], indirect=True)
+    def test_the_host_s_view_is_of_the_same_bytes(self, device: Any) -> None:
+        arrays = [device.shared_zeros((4,), np.int32), device.shared_zeros((2, 3), np.float16)]
+        for array in arrays:
+            seen = device.peek(array)
+            assert (seen.shape, seen.dtype) == (array.shape, array.dtype)
+            assert seen.ctypes.data == array.data.ptr
+            assert not seen.any()
+        assert device.host_pinned_bytes() == 16 + 12
+        device.device_memory.close()
+        assert device.host_pinned_bytes() == 0
+
+    @pytest.mark.parametrize("device", ["refuses"], indirect=True)
+    def test_a_driver_that_refuses_to_map_is_said(self, device: Any) -> None:
+        with pytest.raises(DeviceError, match=r"refused to map 16 bytes of host memory .*; free host memory, or raise"):
+            device.shared_zeros((4,), np.int32)
+        assert device.host_pinned_bytes() == 0
 
 
 @pytest.mark.cuda
@@ -238,6 +294,7 @@ class TestDevice:
         other_backend.zeros((5 * MIB,), np.uint8)
         other_backend.allocate_slab(layout())
         other_backend.host_slab(layout())
+        other_backend.shared_zeros((4,), np.int32)
         assert other_backend.memory().allocated_bytes > 5 * MIB
         other_backend.close()
         assert other_backend.memory().allocated_bytes == 0

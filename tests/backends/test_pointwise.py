@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import Activation, Backend, SequenceState
+from kestrel_cuda.backends.base import CHOSEN_SLOTS, Activation, Backend, SequenceState
 from kestrel_cuda.quant.grouped import quantize_activations
 from kestrel_cuda.quant.packed import Element
 from tests.backends.arrays import (
@@ -135,15 +137,17 @@ class TestChoose:
     def choose(
         self, backend: Backend, logits: Floats, num_ids: int | None = None, num_rows: int = 1
     ) -> tuple[int, SequenceState]:
-        """The chosen id; checks that the token, the id and the position agree and that no other token changed."""
+        """The chosen id; checks that the token, the id and the position agree and that no other of either changed."""
         state = sequence_state(backend, self.CTX, self.POSITION)
         logits_mv = backend.to_device(np.vstack([logits, np.full_like(logits, np.inf)]))
         backend.choose(logits_mv[0], len(logits) if num_ids is None else num_ids, state, num_rows)
-        chosen, tokens = int(backend.to_host(state.chosen)[0]), backend.to_host(state.tokens)
+        ids, tokens = backend.to_host(state.chosen), backend.to_host(state.tokens)
         after = self.POSITION + num_rows
+        chosen = int(ids[after % CHOSEN_SLOTS])
         assert backend.to_host(state.position)[0] == after
         assert tokens[after] == max(chosen, 0)
         assert (np.delete(tokens, after) == POISON_TOKEN).all()
+        assert (np.delete(ids, after % CHOSEN_SLOTS) == POISON_TOKEN).all()
         return chosen, state
 
     @pytest.mark.parametrize("vocab", [1, 2, 31, 255, 256, 257, 656, 65537, 151936])
@@ -214,14 +218,30 @@ class TestChoose:
 
     def test_choices_follow_one_another(self, backend: Backend) -> None:
         state = sequence_state(backend, 8, 2)
-        for best in (5, 3, 5):
+        for best in (5, 3, 7):
             logits = np.zeros(9, np.float32)
             logits[best] = 1
             backend.choose(backend.to_device(logits), 9, state, 1)
         backend.advance(state, 1)
         assert backend.to_host(state.position)[0] == 6
-        assert backend.to_host(state.tokens)[2:7].tolist() == [POISON_TOKEN, 5, 3, 5, POISON_TOKEN]
-        assert backend.to_host(state.chosen)[0] == 5
+        assert backend.to_host(state.tokens)[2:7].tolist() == [POISON_TOKEN, 5, 3, 7, POISON_TOKEN]
+        assert backend.to_host(state.chosen).tolist() == [3, 7, POISON_TOKEN, 5], "slots 4, 5, none and 3"
+
+    def test_the_host_reads_ids_in_place(self, backend: Backend) -> None:
+        """While later ones are on their way, and after the memory has been gone round."""
+        state = replace(sequence_state(backend, 12, 2), chosen=backend.shared_zeros((CHOSEN_SLOTS,), np.int32))
+        ids = backend.peek(state.chosen)
+        assert (ids.dtype, ids.tolist()) == (np.int32, [0] * CHOSEN_SLOTS)
+        rows = [backend.to_device(np.eye(9, dtype=np.float32)[best]) for best in range(1, 9)]
+        marks = []
+        for row_v in rows:
+            backend.choose(row_v, 9, state, 1)
+            marks.append(backend.mark())
+            if len(marks) > 1:
+                backend.wait(marks[-2])
+                assert ids[(len(marks) + 1) % CHOSEN_SLOTS] == len(marks) - 1
+        backend.wait(marks[-1])
+        assert ids.tolist() == [6, 7, 8, 5], "slots 8, 9, 10 and 7"
 
 
 def test_advance_moves_the_position_alone(backend: Backend) -> None:
@@ -230,4 +250,4 @@ def test_advance_moves_the_position_alone(backend: Backend) -> None:
     backend.advance(state, 1)
     assert backend.to_host(state.position)[0] == 66
     assert (backend.to_host(state.tokens) == POISON_TOKEN).all()
-    assert backend.to_host(state.chosen)[0] == POISON_TOKEN
+    assert (backend.to_host(state.chosen) == POISON_TOKEN).all()

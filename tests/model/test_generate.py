@@ -111,6 +111,27 @@ class TestStopping:
         assert (report.stop_reason, list(report.ids)) == ("error", taken)
         assert list(tokens) == []
 
+    def test_answers_after_answers_that_were_broken_off(self, load: Load, t0: Path) -> None:
+        """Without logits, so that a GPU has the next token under way each time; the launches change after 256 slots."""
+        engine, prompt = load(t0, ctx=300), random_ids(250)
+        expected = generate(engine, prompt, 16).ids
+        for num_taken in (1, 2, 6, 8, 16):
+            tokens = iter(engine.generate(prompt, 16, ignore_eos=True))
+            assert [next(tokens).token_id for _ in range(num_taken)] == expected[:num_taken]
+        shorter = generate(load(t0, ctx=300), random_ids(5), 16).ids
+        assert [token.token_id for token in engine.generate(random_ids(5), 16, ignore_eos=True)] == shorter
+
+    def test_what_comes_after_an_end_id_is_not_counted(self, load: Load, tmp_path: Path) -> None:
+        engine = load(make_chain(tmp_path / "m", [100, 200, FIRST_END, 300]))
+        prompt = engine.encode_chat(CHAT)
+        reports = []
+        for num_tokens in (10, 3, 10):
+            generation = engine.generate(prompt, num_tokens)
+            assert [token.token_id for token in generation] == [100, 200, FIRST_END]
+            reports.append(generation.report())
+        assert {(report.stop_reason, len(report.timing.decode_ms)) for report in reports} == {("eos", 2)}
+        assert len({report.residency.cache_hits for report in reports}) == 1
+
     def test_interrupted_before_the_first_id(self, load: Load, t0: Path) -> None:
         generation = load(t0).generate(random_ids(6), 9)
         generation.interrupt()
