@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import index
 from typing import Any
 
 from numpy.typing import NDArray
@@ -180,45 +181,48 @@ class Engine:
             head_dim=model.text.head_dim,
             whole_token=config.whole_token and window is None,
         )
-        store = WeightStore(
-            backend,
-            weights.layers,
-            weights.lm_head,
-            window=window,
-            preload=not config.lazy,
-            budget_bytes=plan.weight_budget_bytes,
-            evict=config.evict,
-        )
-        self._store, self._evict = store, config.evict
-        on_layer = partial(on_progress, "weights") if on_progress else lambda _done, _total: None
-        loader = WeightLoader(self.checkpoint, weights, config, notes, warnings, on_layer)
-        with ThreadPoolExecutor(1) as beside:
-            # A tied table is looked at when lm_head is packed from it.
-            damaged_row = None if self.checkpoint.tied else beside.submit(first_nonfinite_row, embedding)
-            loader.fill(store, backend, window)
-        if refused_bytes := backend.host_unpinned_bytes():
-            warnings.append(
-                f"the driver refused to pin {format_size(refused_bytes)} of host memory: copies from there are slower "
-                "than the link; free host memory, or raise the limit of locked memory"
+        try:
+            store = WeightStore(
+                backend,
+                weights.layers,
+                weights.lm_head,
+                window=window,
+                preload=not config.lazy,
+                budget_bytes=plan.weight_budget_bytes,
+                evict=config.evict,
             )
-        if damaged_row is not None and damaged_row.result() is not None:
-            raise self.checkpoint.not_finite(embedding.name, f" (row {damaged_row.result()})")
+            self._store, self._evict = store, config.evict
+            on_layer = partial(on_progress, "weights") if on_progress else lambda _done, _total: None
+            loader = WeightLoader(self.checkpoint, weights, config, notes, warnings, on_layer)
+            with ThreadPoolExecutor(1) as beside:
+                # A tied table is looked at when lm_head is packed from it.
+                damaged_row = None if self.checkpoint.tied else beside.submit(first_nonfinite_row, embedding)
+                loader.fill(store, backend, window)
+            if refused_bytes := backend.host_unpinned_bytes():
+                warnings.append(
+                    f"the driver refused to pin {format_size(refused_bytes)} of host memory: copies from there are "
+                    "slower than the link; free host memory, or raise the limit of locked memory"
+                )
+            if damaged_row is not None and damaged_row.result() is not None:
+                raise self.checkpoint.not_finite(embedding.name, f" (row {damaged_row.result()})")
 
-        table = backend.to_device(embedding.data) if mapped_table is None else mapped_table
-        cache = KvCache(backend, model.text, ctx, config.kv_dtype)
-        self._model = TextModel(
-            backend,
-            model.text,
-            weights,
-            store,
-            unquantized(self.checkpoint, backend, table),
-            cache,
-            max_rows=plan.prefill_chunk,
-            quantized=quantized,
-            whole_token=config.whole_token,
-        )
-        self._sequence = DeviceSequence(backend, model.text, ctx)
-        prepared()
+            table = backend.to_device(embedding.data) if mapped_table is None else mapped_table
+            cache = KvCache(backend, model.text, ctx, config.kv_dtype)
+            self._model = TextModel(
+                backend,
+                model.text,
+                weights,
+                store,
+                unquantized(self.checkpoint, backend, table),
+                cache,
+                max_rows=plan.prefill_chunk,
+                quantized=quantized,
+                whole_token=config.whole_token,
+            )
+            self._sequence = DeviceSequence(backend, model.text, ctx)
+            prepared.wait()
+        finally:
+            prepared.drop()
         backend.synchronize()
         self.checkpoint.check_unchanged()
         self._load_ms = (time.perf_counter() - started) * 1e3
@@ -289,6 +293,8 @@ class Engine:
         """
         if self._store is None or self._model is None or self.backend is None or self.plan is None:
             raise InternalError("set_window() was called before load()")
+        if self._sequence is not None:
+            self._sequence.let_go()
         loaded = self.plan
         wished = replace(self.config, keep=keep, policy=policy, prefetch=prefetch, prefill_chunk=loaded.prefill_chunk)
         plan = self._plan_for(wished, embeddings_on=loaded.embeddings_on, lowers_prefetch=False)
@@ -329,8 +335,8 @@ class Engine:
     ) -> Generation:
         """A greedy continuation of `prompt_ids`, started when it is iterated.
 
-        Raises InputError for an empty prompt, one that the loaded context cannot hold with an id after it, or one
-        whose image and video tokens are not those of `encoded`.
+        Raises InputError for an empty prompt, one that the loaded context cannot hold with an id after it, one with an
+        id that the vocabulary does not have, or one whose image and video tokens are not those of `encoded`.
         """
         if (
             self._model is None
@@ -340,28 +346,30 @@ class Engine:
             or self.plan is None
         ):
             raise InternalError("generate() was called before load()")
-        room = self.plan.ctx - len(prompt_ids)
-        if not prompt_ids:
+        ids = [index(token_id) for token_id in prompt_ids]
+        room = self.plan.ctx - len(ids)
+        if not ids:
             raise InputError("the prompt is empty: there is no token to continue; give some text")
         if room < 1:
             raise InputError(
-                f"the prompt has {len(prompt_ids)} tokens but --ctx is {self.plan.ctx}; "
-                f"at least {len(prompt_ids) + 1} are needed"
+                f"the prompt has {len(ids)} tokens but --ctx is {self.plan.ctx}; at least {len(ids) + 1} are needed"
             )
-        self._store.reset_counters()
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}; at least one is needed")
+        self._prompts.check_range(ids)
         return Generation(
             self.backend,
             self._model,
             self._store,
             self._sequence,
-            list(prompt_ids),
+            ids,
             max_new_tokens=min(max_new_tokens, room),
             stop_ids=frozenset() if ignore_eos else frozenset(self.end_ids),
             num_ids=min(self.tokenizer.size, self.checkpoint.config.text.vocab_size),
             vocab_size=self.checkpoint.config.text.vocab_size,
             prefill_chunk=self.plan.prefill_chunk,
-            # Rows of a table in host memory are read from its file for every token, as is all that the CPU backend has.
-            read_on=self.checkpoint if self._embed_host_bytes or self.backend.name == "cpu" else None,
+            # The CPU backend reads the embedding table from its file for every token.
+            read_on=self.checkpoint if self.backend.name == "cpu" else None,
             # Slabs that are freed are not met again.
             captures_layers=self._evict is Evict.POOL,
             stream=TextStream(self.tokenizer),
@@ -371,11 +379,13 @@ class Engine:
             device_read_gb_per_s=self._read_gb_per_s,
             observe=observe,
             encoded=encoded,
-            spans=find_spans(prompt_ids, encoded.visuals, self.checkpoint.config) if encoded else (),
+            spans=find_spans(ids, encoded.visuals, self.checkpoint.config) if encoded else (),
         )
 
     def unload(self) -> None:
         """Give back everything `load` took."""
+        if self._sequence is not None:
+            self._sequence.let_go()
         if self.backend is not None:
             self.backend.close()
         self.backend = self.plan = self._weights = self._store = self._model = self._sequence = self._encoder = None

@@ -119,7 +119,11 @@ class Generation:
         was. That is looked at before each: the system ends a process that reads where a mapped file is no more.
 
         What has been submitted when this ends, however it ends, is dropped: the next prompt is laid down behind it.
+        Raises InternalError when it is iterated a second time, or goes on after the engine has begun another answer,
+        laid another window, loaded anew or been closed.
         """
+        if self._position:
+            raise InternalError("an answer is iterated once; ask the engine for another")
         before, hidden_sk = self._prefill()
         self._submit_ahead()
         chosen, now = self._read_chosen()
@@ -182,6 +186,7 @@ class Generation:
     def _prefill(self) -> tuple[Any, Array | None]:
         backend, model, total = self._backend, self._model, len(self._prompt_ids)
         hidden_sk = None
+        self._store.reset_counters()
         if self._logits != "none":
             hidden_sk = backend.zeros((total, model.h_mk.shape[1]), np.float32)
         only_last = hidden_sk is None and self._observe is None and backend.rows_are_independent
@@ -189,7 +194,7 @@ class Generation:
         positions_3s = prompt_positions(len(self._prompt_ids), self._spans) if encoded else None
         if positions_3s is not None:
             self._rope_delta = position_delta(positions_3s)
-        self._sequence.start(self._prompt_ids, positions_3s)
+        self._sequence.start(self, self._prompt_ids, positions_3s)
         backend.synchronize()
         before = backend.mark()
         while self._position < total:
@@ -231,6 +236,7 @@ class Generation:
 
     def _submit(self) -> None:
         """Submit the next token. A pass over weights that stay is counted when its id is read: it may be dropped."""
+        self._check_held()
         self._position += 1
         counts_later = self._store.is_static
         if counts_later:
@@ -270,12 +276,17 @@ class Generation:
             self._model.logits(self._model.h_mk, 1)
         self._backend.choose(self._model.logits_mv[0], self._num_ids, self.state, 1)
 
+    def _check_held(self) -> None:
+        if not self._sequence.is_held_by(self):
+            raise InternalError("an answer cannot go on: its engine has begun another, was loaded anew, or closed")
+
     def _check_source(self) -> None:
         if self._read_on is not None:
             self._read_on.check_unchanged()
 
     def _read_chosen(self) -> tuple[int, Any]:
         """The id of the token submitted first, once it is there, and the mark behind it."""
+        self._check_held()
         token = self._submitted.popleft()
         self._backend.wait(token.mark)
         if not token.is_counted:

@@ -58,11 +58,15 @@ class PromptEncoder:
     def check_ids(self, ids: Sequence[int], visuals: Sequence[OpenedVisual]) -> list[int]:
         """`ids` as they are. Raises InputError for one that the vocabulary does not have, and for picture tokens that
         are not those of `visuals`."""
+        self.check_range(ids)
+        return self._placed(list(ids), visuals)
+
+    def check_range(self, ids: Sequence[int]) -> None:
+        """Raises InputError for an id that the vocabulary does not have."""
         size = self.checkpoint.config.text.vocab_size
         for token_id in ids:
             if not 0 <= token_id < size:
                 raise InputError(f"token id {token_id} is outside the vocabulary; ids run from 0 to {size - 1}")
-        return self._placed(list(ids), visuals)
 
     def _encode(self, pieces: Sequence[Piece], visuals: Sequence[OpenedVisual], where: str, advice: str) -> list[int]:
         if visuals:

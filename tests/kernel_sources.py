@@ -117,6 +117,7 @@ class FakeRawKernel:
 
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     num_early: int = 0
+    num_at_once: int = 0
     shared_size_bytes: int = 0
     max_dynamic_shared_size_bytes: int = 0
 
@@ -125,10 +126,13 @@ class FakeRawKernel:
 
 
 class FakeKernel(library.Kernel):
-    """A kernel whose early launches are counted and otherwise like any other."""
+    """A kernel whose special launches are counted and otherwise like any other."""
 
-    def __call__(self, *shape: tuple[int, ...], dependent: bool = False, **options: Any) -> None:
+    def __call__(
+        self, *shape: tuple[int, ...], dependent: bool = False, all_at_once: bool = False, **options: Any
+    ) -> None:
         self._raw_kernel.num_early += dependent
+        self._raw_kernel.num_at_once += all_at_once
         super().__call__(*shape, **options)
 
 

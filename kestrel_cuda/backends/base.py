@@ -81,6 +81,14 @@ class PackedTensor:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """What is being made ready: `wait` for it, or `drop` what has not been begun."""
+
+    wait: Callable[[], None]
+    drop: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Activation:
     """The input rows of a linear: float32 values [m, k], or int8 codes [m, k_padded] with scales [m, k_padded / 32]."""
 
@@ -280,10 +288,10 @@ class Backend(VisionSteps, Protocol):
         """Measured rate of plain copies from pinned host memory to the device; None where there is no link."""
 
     # steps
-    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Callable[[], None]:
-        """Begin to make ready what a decoder of this kind submits, so that no prompt waits for it; the result waits.
+    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
+        """Begin to make ready what a decoder of this kind submits, so that no prompt waits for it.
 
-        That raises DeviceError when the device cannot run it.
+        To wait for it raises DeviceError when the device cannot run it.
         """
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation: ...

@@ -21,6 +21,7 @@ from kestrel_cuda.backends.base import (
     KvLayer,
     MemoryInfo,
     PackedTensor,
+    Preparation,
     SequenceState,
     Slab,
     SourceMatrix,
@@ -117,8 +118,8 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
         self._allocated_bytes = 0
         self._peak_bytes = 0
 
-    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Callable[[], None]:
-        return lambda: None
+    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
+        return Preparation(lambda: None, lambda: None)
 
     # memory
 

@@ -6,13 +6,12 @@ kernels/attention_half.cuh for the orders of summation they share).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kestrel_cuda.backends.base import Activation, DeviceWeight, SequenceState, new_activation
+from kestrel_cuda.backends.base import Activation, DeviceWeight, Preparation, SequenceState, new_activation
 from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_token import TokenSteps
@@ -49,13 +48,13 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         self._best = self.zeros((256,), np.float32)
         self._best_id = self.zeros((256,), np.int32)
 
-    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Callable[[], None]:
+    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
         files = {"gemv", "norm", "pointwise", "rope", "attention", *_ATTENTION_FILES[kv]}
         if quantized:
             files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self.has_warpgroup_mma else set())
         if quantized and whole_token and kv is KvDtype.F16:
             files.add("token" if head_dim == 128 else "token_small")
-        return self.kernels.compile_beside(files)
+        return Preparation(*self.kernels.compile_beside(files))
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation:
         return new_activation(self.zeros, max_rows, num_inputs, quantized)

@@ -2,7 +2,7 @@
 
 The kernel (kernels/token.cuh) gives the bits of the steps it stands for. Cards with little shared memory, and weights
 or caches it does not serve, go through the stretches of cuda_decode.py and cuda_attention.py instead. Its blocks wait
-for one another, so all of them must be on the card at once: one a multiprocessor.
+for one another, so all of them must be on the card at once: one a multiprocessor, launched together or not at all.
 """
 
 from __future__ import annotations
@@ -109,6 +109,12 @@ class Cut:
             -(-items // BOX_ITEMS) - (items - 1 - w) // WARPS * (WARPS // BOX_ITEMS)
             for items in own
             for w in range(min(items, WARPS))
+        ]
+        # A warp without an item of a half passes all of that.
+        passed += [
+            -(-items // BOX_ITEMS) + w // BOX_ITEMS + 1
+            for items in own
+            for w in range(items, min(self.num_items, WARPS))
         ]
         return max([WARPS // BOX_ITEMS, *passed])
 
@@ -311,8 +317,9 @@ class CudaWholeToken:
 
     def __call__(self, state: SequenceState) -> None:
         self._kernel(
-            (self._steps.num_multiprocessors,), (THREADS + COPY_THREADS,), shared_bytes=self._shared_bytes,
-            cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position, **self._owned, **self._given,
+            (self._steps.num_multiprocessors,), (THREADS + COPY_THREADS,), all_at_once=True,
+            shared_bytes=self._shared_bytes, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position,
+            **self._owned, **self._given,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -364,7 +371,8 @@ def _is_served(decoder: Decoder) -> bool:
         and all(len(same) == 1 for same in geometries)
         and len({geometry.element for geometry in flat}) == 1
         and all(geometry.group_size == ACTIVATION_GROUP and geometry.k_padded % PIECE_INPUTS == 0 for geometry in flat)
-        and all(geometry.n_padded % 8 == 0 and geometry.k_padded < PIECE_INPUTS << 8 for geometry in flat)
+        and all(geometry.n_padded % 8 == 0 and geometry.n_padded < COLUMNS << ITEM_BIT for geometry in flat)
+        and all(geometry.k_padded < PIECE_INPUTS << KIND_BIT - ITEM_BIT for geometry in flat)
         and hidden <= MOST_NORM_INPUTS
         and layers[0].gate_up.geometry.num_outputs == 2 * intermediate
         and intermediate % ACTIVATION_GROUP == 0

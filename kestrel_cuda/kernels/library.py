@@ -10,12 +10,14 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from threading import Lock
+from queue import Empty, Queue
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -189,11 +191,13 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         dependent: bool = False,
+        all_at_once: bool = False,
         **arguments: Any,
     ) -> None:
         """Launch on the library's stream with `shared_bytes` of dynamic shared memory.
 
-        A `dependent` launch may start before the kernel ahead of it is done; such a kernel waits for it by itself.
+        A `dependent` launch may start before the kernel ahead of it is done; such a kernel waits for it by itself. Of
+        one that is `all_at_once` no block starts before there is room for every block, whatever else the card runs.
         Raises InternalError when an argument does not fit the signature.
         """
         packed = []
@@ -207,24 +211,29 @@ class Kernel:
             raise InternalError(f"{self.signature.name} takes no {', '.join(arguments)}")
         if shared_bytes > self._allowed_shared_bytes:
             self._raw_kernel.max_dynamic_shared_size_bytes = self._allowed_shared_bytes = shared_bytes
-        if dependent and driver_bindings_work():
-            self._launch_dependent(grid, block, packed, shared_bytes)
+        if (dependent or all_at_once) and driver_bindings_work():
+            self._launch_specially(grid, block, packed, shared_bytes, all_at_once)
         else:
             self._launch(grid, block, tuple(packed), shared_bytes, self._stream)
 
-    def _launch_dependent(
-        self, grid: tuple[int, ...], block: tuple[int, ...], packed: list[Any], shared_bytes: int
+    def _launch_specially(
+        self, grid: tuple[int, ...], block: tuple[int, ...], packed: list[Any], shared_bytes: int, all_at_once: bool
     ) -> None:
         from cuda.bindings import driver
 
+        ids = driver.CUlaunchAttributeID
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
         config.sharedMemBytes = shared_bytes
         config.hStream = self._stream.ptr
         attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
+        if all_at_once:
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+        else:
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs, config.numAttrs = [attribute], 1
         values, types = [], []
         for parameter, value in zip(self.signature.parameters, packed, strict=True):
@@ -275,35 +284,55 @@ class KernelLibrary:
             kernel = self._kernels[name] = Kernel(signatures(file)[name], function, self._stream)
         return kernel
 
-    def compile_beside(self, names: Iterable[str]) -> Callable[[], None]:
-        """Begin to compile and load files of kernels, in threads of their own; the result waits until all are there.
+    def compile_beside(self, names: Iterable[str]) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Begin to compile and load files of kernels, in threads of their own.
 
-        That raises DeviceError when one cannot be compiled.
+        The first result waits for all of them, and raises DeviceError when one cannot be compiled; the second drops
+        what has not been begun.
         """
         served = sorted(set(names) & set(self._files.values()))
-        threads = ThreadPoolExecutor(max(1, min(len(served), os.cpu_count() or 1)), thread_name_prefix="compile")
+        waiting: Queue[str] = Queue()
         for name in served:
-            threads.submit(self._module, name)
-        threads.shutdown(wait=False)
+            waiting.put(name)
+
+        def compile_waiting() -> None:
+            with suppress(Empty):
+                while True:
+                    name = waiting.get_nowait()
+                    # Who waits compiles it again, and hears of it.
+                    with suppress(Exception):
+                        self._module(name)
+
+        for _ in range(min(len(served), os.cpu_count() or 1)):
+            # A process that ends does not wait for what it no longer needs.
+            Thread(target=compile_waiting, name="compile", daemon=True).start()
 
         def wait() -> None:
             for name in served:
                 self._module(name)
 
-        return wait
+        def drop() -> None:
+            with suppress(Empty):
+                while True:
+                    waiting.get_nowait()
+
+        return wait, drop
 
     def _module(self, file: str) -> Any:
-        with self._lock:
-            begun = self._modules.get(file)
-            if begun is None:
-                mine = self._modules[file] = Future()
-        if begun is not None:
-            return begun.result()
+        begun = mine = Future[Any]()
         try:
-            mine.set_result(self._compile(file))
+            with self._lock:
+                begun = self._modules.setdefault(file, mine)
+            if begun is mine:
+                mine.set_result(self._compile(file))
         except BaseException as error:
-            mine.set_exception(error)
-        return mine.result()
+            # Not kept: the reason may be gone when someone asks again.
+            with self._lock:
+                if self._modules.get(file) is mine:
+                    del self._modules[file]
+            mine.set_exception(error if isinstance(error, Exception) else DeviceError(f"{file}.cu: interrupted"))
+            raise
+        return begun.result()
 
     def _compile(self, file: str) -> Any:
         import cupy
@@ -317,7 +346,8 @@ class KernelLibrary:
         try:
             with cupy.cuda.Device(self._device):
                 module.compile()
-        except cupy.cuda.compiler.CompileException as error:
+        # CuPy says with RuntimeError that NVRTC is not there.
+        except (cupy.cuda.compiler.CompileException, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise DeviceError(f"the driver or NVRTC cannot compile {file}.cu: {reason}") from error
         return module

@@ -205,9 +205,13 @@ __device__ inline void decode_token(const Token& given) {
     const int num_layers = token.num_layers, num_stages = 4 * num_layers + 1;
     if (threadIdx.x >= kThreads) {
         give_registers_back<32>();
-        if (threadIdx.x == kThreads)
+        if (threadIdx.x == kThreads) {
+            // Before the first token; there is a block on every multiprocessor.
+            if (load_acquire(token.counters + kEpoch * kCounterStride) == 0)
+                for (int map = 0; map < 2 * num_stages; ++map) see_new_map(token.copy_maps + map * 128);
             ring.copy_all(token.copy_maps, token.copy_order + blockIdx.x * token.order_stride, num_layers,
                           token.most_on_their_way, &is_summing);
+        }
         return;
     }
     take_registers<112>();

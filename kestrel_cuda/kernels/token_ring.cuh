@@ -78,6 +78,13 @@ __device__ inline void arrive_times(u32 barrier, int count) {
 #endif
 }
 
+// The copy engine may hold another map that lay there once.
+__device__ inline void see_new_map(const u8* map) {
+#if COPIES_IN_BULK
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+#endif
+}
+
 // What is past the matrix's end reads as zero. Weights are read once a token: they are the first to leave the second-level
 // cache, so that norms, copy maps and the cache of a short context stay in it.
 __device__ inline void copy_box(u32 to, const u8* map, int column, int item, u32 barrier) {

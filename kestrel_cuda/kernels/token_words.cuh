@@ -2,7 +2,9 @@
 // stored and loaded together. A reader polls the data itself. Knows nothing of what is handed on.
 
 __device__ inline void publish(u64* to, u32 data, u32 epoch) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(data), "r"(epoch) : "memory");
+    asm volatile("{ .reg .b64 word; mov.b64 word, {%1, %2}; st.relaxed.gpu.global.b64 [%0], word; }" ::"l"(to), "r"(data),
+                 "r"(epoch)
+                 : "memory");
 }
 
 __device__ inline void publish(u64* to, float data, u32 epoch) { publish(to, __float_as_uint(data), epoch); }
@@ -11,7 +13,10 @@ struct Word {
     u32 data, flag;
 
     __device__ void load(const u64* from) {
-        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(data), "=r"(flag) : "l"(from) : "memory");
+        asm volatile("{ .reg .b64 word; ld.relaxed.gpu.global.b64 word, [%2]; mov.b64 {%0, %1}, word; }"
+                     : "=r"(data), "=r"(flag)
+                     : "l"(from)
+                     : "memory");
     }
 
     __device__ u32 await(const u64* from, u32 epoch) {
@@ -19,7 +24,8 @@ struct Word {
         return data;
     }
 
-    __device__ bool is_of(u32 epoch) const { return (int)(flag - epoch) >= 0; }
+    // None is written again before everyone has read it, and one that was not written for long has some older flag.
+    __device__ bool is_of(u32 epoch) const { return flag == epoch; }
 };
 
 // The projections of a row as flagged words.

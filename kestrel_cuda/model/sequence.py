@@ -20,6 +20,7 @@ class DeviceSequence:
         self._backend, self._text, self._ctx = backend, text, ctx
         cos_sd, sin_sd = rotation_table(text, text_positions(ctx))
         self._holds_text = True
+        self._holder: object = None
         self.state = SequenceState(
             tokens=backend.zeros((ctx + 1,), np.int32),
             position=backend.zeros((1,), np.int32),
@@ -28,8 +29,9 @@ class DeviceSequence:
             sin_sd=backend.to_device(sin_sd),
         )
 
-    def start(self, ids: Sequence[int], positions_3s: NDArray[np.int64] | None = None) -> None:
-        """Lay down a prompt; without `positions_3s` [3, ids] its positions are those of text."""
+    def start(self, holder: object, ids: Sequence[int], positions_3s: NDArray[np.int64] | None = None) -> None:
+        """Lay down a prompt for `holder`; without `positions_3s` [3, ids] its positions are those of text."""
+        self._holder = holder
         backend, state = self._backend, self.state
         if positions_3s is not None or not self._holds_text:
             self._holds_text = positions_3s is None
@@ -39,3 +41,11 @@ class DeviceSequence:
             backend.write(state.sin_sd, sin_sd)
         backend.write(state.tokens[: len(ids)], np.array(ids, np.int32))
         backend.write(state.position, np.zeros(1, np.int32))
+
+    def is_held_by(self, holder: object) -> bool:
+        """Whether the prompt laid down last was this one's, and nobody has let go of it since."""
+        return self._holder is holder
+
+    def let_go(self) -> None:
+        """Nobody goes on from here: the arrays, or what is captured with them, are about to go."""
+        self._holder = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from threading import Barrier
+from threading import Barrier, Event
+from threading import enumerate as threads
 from typing import Any
 
 import numpy as np
@@ -166,27 +167,66 @@ class TestCompilingBeside:
 
     def test_each_file_is_compiled_once(self, compiled: Counter[str]) -> None:
         kernels = library.KernelLibrary(None, 80)
-        first, second = kernels.compile_beside(["gemv", "rope"]), kernels.compile_beside(["rope", "gemm"])
+        (first, _), (second, _) = kernels.compile_beside(["gemv", "rope"]), kernels.compile_beside(["rope", "gemm"])
         first()
         second()
         assert kernels._module("rope") == "module of rope"
         assert compiled == {"gemv": 1, "rope": 1, "gemm": 1}
 
     def test_files_that_the_card_does_not_have_are_left_out(self, compiled: Counter[str]) -> None:
-        library.KernelLibrary(None, 80).compile_beside(["token", "gemv"])()
+        wait, _ = library.KernelLibrary(None, 80).compile_beside(["token", "gemv"])
+        wait()
         assert compiled == {"gemv": 1}
 
     def test_files_are_compiled_at_the_same_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         both = Barrier(2)
         monkeypatch.setattr("os.cpu_count", lambda: 2)
         monkeypatch.setattr(library.KernelLibrary, "_compile", lambda _library, _file: both.wait(timeout=30))
-        library.KernelLibrary(None, 80).compile_beside(["gemv", "rope"])()
+        wait, _ = library.KernelLibrary(None, 80).compile_beside(["gemv", "rope"])
+        wait()
+
+    def test_what_is_dropped_before_it_began_never_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        begun, goes_on, count = Event(), Event(), Counter[str]()
+
+        def compile_slowly(_library: library.KernelLibrary, file: str) -> str:
+            count[file] += 1
+            begun.set()
+            assert goes_on.wait(timeout=30)
+            return file
+
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
+        monkeypatch.setattr(library.KernelLibrary, "_compile", compile_slowly)
+        kernels = library.KernelLibrary(None, 80)
+        _, drop = kernels.compile_beside(["gemm", "gemv", "rope"])
+        assert begun.wait(timeout=30)
+        drop()
+        goes_on.set()
+        assert kernels._module("gemm") == "gemm"
+        assert [thread for thread in threads() if thread.name == "compile" and not thread.daemon] == []
+        for thread in threads():
+            if thread.name == "compile":
+                thread.join(timeout=30)
+        assert count == {"gemm": 1}
 
     def test_what_cannot_be_compiled_is_said_to_who_waits_and_to_who_asks(self, compiled: Counter[str]) -> None:
         kernels = library.KernelLibrary(None, 80)
-        wait = kernels.compile_beside(["norm", "gemv"])
+        wait, _ = kernels.compile_beside(["norm", "gemv"])
         for ask in (wait, lambda: kernels["rms_norm"]):
             with pytest.raises(DeviceError, match=r"cannot compile norm\.cu"):
                 ask()
         assert kernels._module("gemv") == "module of gemv"
-        assert compiled["norm"] == 1
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space left"), DeviceError("out of memory")])
+    def test_a_failure_is_not_kept(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+        outcomes = [error, None]
+
+        def compile_file(_library: library.KernelLibrary, file: str) -> str:
+            if outcome := outcomes.pop(0):
+                raise outcome
+            return file
+
+        monkeypatch.setattr(library.KernelLibrary, "_compile", compile_file)
+        kernels = library.KernelLibrary(None, 80)
+        with pytest.raises(type(error)):
+            kernels._module("gemv")
+        assert kernels._module("gemv") == "gemv"

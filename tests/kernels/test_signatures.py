@@ -236,6 +236,11 @@ def test_kernels_that_start_early_wait(launched: FakeLibrary) -> None:
     assert all(raw.num_early in (0, len(raw.launches)) for raw in launched.raw.values())
 
 
+def test_kernels_whose_blocks_wait_for_one_another_are_launched_whole(launched: FakeLibrary) -> None:
+    whole = {kernel for kernel, raw in launched.raw.items() if raw.num_at_once == len(raw.launches) > 0}
+    assert whole == {kernel for kernel in launched.raw if kernel.startswith("decode_token_")}
+
+
 def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> None:
     """Computed anew from the sources' constants, layout by layout."""
     from kestrel_cuda.backends import cuda_token, cuda_vision

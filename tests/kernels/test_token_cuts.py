@@ -81,7 +81,11 @@ def test_enough_boxes_are_on_their_way(token: Any, cuts: list[Any], element: Ele
 
 def test_no_warp_passes_over_more_boxes_than_is_reckoned_with(token: Any, cuts: list[Any]) -> None:
     """Of a stage, a warp takes items w, w + 16, ... of each set; boxes are counted from the stage's first."""
-    for cut in cuts:
+    of_few_items = DeviceWeight(PackedGeometry(Element.INT8, 1024, 2 * 4608, 32), None, None)
+    halves_of_few_items = token.cut_gate_up(of_few_items, MULTIPROCESSORS)
+    assert halves_of_few_items.num_halved
+    assert halves_of_few_items.num_pieces < token.WARPS
+    for cut in (*cuts, halves_of_few_items):
         for block in range(MULTIPROCESSORS):
             for warp in range(token.WARPS):
                 start, taken, passed = 0, -1, 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kestrel_cuda.config import Quant
+from kestrel_cuda.config import Evict, Policy, Quant
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import CheckpointError, InputError, InternalError
+from kestrel_cuda.report import Token
 from scripts.make_tiny_model import TEXT, Tensors, make_chain, make_t0
 from tests.checkpoints import edit_json
 from tests.engines import generate, layer_bytes, random_ids
@@ -26,6 +27,11 @@ FIRST_END, SECOND_END = 616, 614
 @pytest.fixture(scope="module")
 def t0(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_t0(tmp_path_factory.mktemp("t0") / "m")
+
+
+@pytest.fixture
+def t0_engine(load: Load, t0: Path) -> Engine:
+    return load(t0, lazy=True)
 
 
 class TestStopping:
@@ -263,3 +269,56 @@ def byte_ids(text: str) -> list[int]:
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return [vocabulary[chr(b) if b in plain else chr(0x100 + others.index(b))] for b in text.encode()]
+
+
+class TestWhoseTurnItIs:
+    """An engine has one cache: an answer that was begun goes on only while nothing else was."""
+
+    @pytest.fixture
+    def begun(self, t0_engine: Engine) -> tuple[Engine, Iterator[Token]]:
+        tokens = iter(t0_engine.generate(random_ids(5), 8, ignore_eos=True))
+        next(tokens)
+        return t0_engine, tokens
+
+    @pytest.mark.parametrize(
+        "meanwhile",
+        [
+            lambda engine: next(iter(engine.generate(random_ids(7), 3))),
+            lambda engine: engine.set_window(1, Policy.PINNED, 0, Evict.POOL),
+            lambda engine: engine.load(40),
+            lambda engine: engine.close(),
+        ],
+        ids=["another", "window", "load", "close"],
+    )
+    def test_an_answer_does_not_go_on_after(
+        self, begun: tuple[Engine, Iterator[Token]], meanwhile: Callable[[Engine], object]
+    ) -> None:
+        engine, tokens = begun
+        meanwhile(engine)
+        with pytest.raises(InternalError, match="cannot go on"):
+            next(tokens)
+
+    def test_an_answer_that_was_only_asked_for_changes_nothing(self, begun: tuple[Engine, Iterator[Token]]) -> None:
+        engine, tokens = begun
+        engine.generate(random_ids(7), 3)
+        assert len(list(tokens)) == 7
+
+    def test_it_is_iterated_once(self, t0_engine: Engine) -> None:
+        generation = t0_engine.generate(random_ids(5), 3)
+        list(generation)
+        with pytest.raises(InternalError, match="iterated once"):
+            next(iter(generation))
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_tokens", "said"),
+    [
+        ([3, -1], 2, "token id -1 is outside"),
+        ([10**9], 2, "is outside"),
+        ([3], 0, "max_new_tokens is 0"),
+        ([], 2, "empty"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(t0_engine: Engine, ids: list[int], num_tokens: int, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        t0_engine.generate(ids, num_tokens)

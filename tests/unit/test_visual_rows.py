@@ -60,7 +60,7 @@ def test_a_sequence_turns_each_slot_by_its_position(cpu_backend: Backend, oracle
         (None, text_positions(40)),
     ):
         num_ids = 5 if positions is None else positions.shape[1]
-        sequence.start(list(range(num_ids)), positions)
+        sequence.start(sequence, list(range(num_ids)), positions)
         for found, expected in zip(arrays, rotation_table(text, of_slots), strict=True):
             assert np.array_equal(found, expected)
         assert sequence.state.tokens[:num_ids].tolist() == list(range(num_ids))
