@@ -239,7 +239,7 @@ class TestACheckpointThatChanges:
 def test_nothing_is_compiled_once_everything_is_loaded(engines: Engines, quant: Quant, kv: KvDtype) -> None:
     """A prompt in one pass, one with few rows left over, and tokens."""
     for chunk in (None, 31):
-        engine, _ = engines.load(TINY, "cuda", quant=quant, kv_dtype=kv, prefill_chunk=chunk)
+        engine, _ = engines.load(TINY, "cuda", quant=quant, kv=kv, prefill_chunk=chunk)
         kernels = engine.backend.kernels  # type: ignore[union-attr]
         loaded = set(kernels._modules)
         list(engine.generate(random_ids(33), 6, ignore_eos=True))
