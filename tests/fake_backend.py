@@ -45,6 +45,7 @@ class FakeBackend:
         self._host: list[NDArray[np.uint8]] = []
         self._arriving: dict[int, NDArray[np.uint8]] = {}
         self._readable: set[int] = set()
+        self._released: set[int] = set()
 
     def count(self, what: str) -> int:
         return sum(event.what == what for event in self.events)
@@ -100,9 +101,17 @@ class FakeBackend:
     def wait_upload(self, slab: Slab) -> None:
         slab.raw[:] = self._arriving.pop(id(slab))
         self._readable.add(id(slab))
+        self._released.discard(id(slab))
 
     def release(self, slab: Slab) -> None:
         self._readable.discard(id(slab))
+        self._released.add(id(slab))
+
+    def read(self, slab: Slab) -> None:
+        """A step that reads a slab is submitted."""
+        assert id(slab) in self._live, "a step reads a slab that was freed"
+        assert id(slab) not in self._arriving, "a step reads a slab before its upload was waited for"
+        assert id(slab) not in self._released, "a step reads a slab that was released before"
 
     def download(self, host: NDArray[np.uint8], slab: Slab) -> None:
         assert id(slab) in self._live, "a download from a slab that was freed"
@@ -187,7 +196,9 @@ def run_token(store: WeightStore, num_layers: int) -> None:
     """One pass over all layers and lm_head, each found to hold its own bytes."""
     store.begin_pass()
     for layer in range(num_layers):
-        for projection, weight in store.layer(layer).weights.items():
+        slab = store.layer(layer)
+        store._backend.read(slab)  # type: ignore[attr-defined]
+        for projection, weight in slab.weights.items():
             codes = np.asarray(weight.codes_kn).view(np.uint8)
             assert (codes == marker(layer)).all(), f"layer {layer}: {projection.name} holds another's bytes"
     head = np.asarray(store.lm_head().codes_kn).view(np.uint8)

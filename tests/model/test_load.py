@@ -233,6 +233,17 @@ class TestACheckpointThatChanges:
         engine.close()
 
 
+def test_a_strip_cache_that_is_found_packs_nothing(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = engines.load(TINY, "cpu", strip_cache=tmp_path)
+    expected = generate(first, PROMPT, 4)
+    monkeypatch.setattr(CpuBackend, "packer", lambda _backend: pytest.fail("a packer was asked for"))
+    again, _ = engines.load(TINY, "cpu", strip_cache=tmp_path)
+    found = generate(again, PROMPT, 4)
+    assert (found.ids, found.digest) == (expected.ids, expected.digest)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("kv", KvDtype)
 @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0, Quant.G256, Quant.NONE])

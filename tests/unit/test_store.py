@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel_cuda.config import Policy
+from kestrel_cuda.config import Evict, Policy
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.residency.store import WeightStore
 from kestrel_cuda.residency.window import PastOnlyWindow, make_window
@@ -269,6 +269,31 @@ class TestTheFakeItself:
             backend.free_slab(slab)
         with pytest.raises(AssertionError, match="was freed"):
             backend.upload(slab, store._host[1])
+
+    @pytest.mark.parametrize("method", ["wait_upload", "release"])
+    def test_steps_that_read_too_early_or_too_late(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        """A wait left out; a release right behind the wait, ahead of the steps that read."""
+        backend = FakeBackend()
+        store = loaded_store(backend, 3, window=make_window(Policy.PINNED, 3, 1, 0), preload=True)
+        wait = backend.wait_upload
+        faulty = {"wait_upload": lambda _slab: None, "release": lambda slab: (wait(slab), backend.release(slab))}
+        monkeypatch.setattr(backend, "wait_upload", faulty[method])
+        said = {"wait_upload": "before its upload was waited for", "release": "released before"}
+        with pytest.raises(AssertionError, match=said[method]):
+            run_token(store, 3)
+
+
+@pytest.mark.parametrize(("evict", "num_freed"), [(Evict.POOL, 0), (Evict.FREE, 3 * (L - 4))])
+def test_evicted_slabs_go_where_they_are_told_to(evict: Evict, num_freed: int) -> None:
+    backend = FakeBackend()
+    store = loaded_store(backend, L, window=PastOnlyWindow(L, 4), preload=True, evict=evict)
+    run_token(store, L)
+    before, evictions = backend.count("free"), store.cache.num_evictions
+    for _ in range(3):
+        run_token(store, L)
+    assert backend.count("free") - before == num_freed
+    assert backend.count("allocate") - len(backend._live) == backend.count("free")
+    assert store.cache.num_evictions - evictions == 3 * (L - 4) * 7
 
 
 @pytest.mark.parametrize("policy", Policy)
