@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import Activation, HeadShape, KvLayer, SequenceState
+from kestrel_cuda.backends.base import SequenceState
 from kestrel_cuda.backends.cpu import CpuBackend
 
 UNREAD = -77
@@ -78,18 +78,11 @@ class AheadBackend(CpuBackend):
             logits_v = np.full_like(logits_v, np.nan)
         super().choose(logits_v, num_ids, state, num_rows)
 
-    def attend(
-        self,
-        q_mhd: NDArray[np.float32],
-        kv: KvLayer,
-        heads: HeadShape,
-        state: SequenceState,
-        out: Activation,
-        num_rows: int,
-        num_slots: int,
-    ) -> None:
+    def attend(self, *arguments: Any) -> None:
         # A captured token is told of more slots than are filled.
-        super().attend(q_mhd, kv, heads, state, out, num_rows, int(state.position[0]) + num_rows)
+        *others, num_rows, _num_slots = arguments
+        state = next(argument for argument in others if isinstance(argument, SequenceState))
+        super().attend(*others, num_rows, int(state.position[0]) + num_rows)
 
     def capture(self, steps: Any) -> Any:
         self.events.append(Event("capture", self._last_slot))
