@@ -213,7 +213,7 @@ class Engine:
                 model.text,
                 weights,
                 store,
-                unquantized(self.checkpoint, backend, table),
+                unquantized(self.checkpoint, backend, table, on_device=mapped_table is None),
                 cache,
                 max_rows=plan.prefill_chunk,
                 quantized=quantized,
@@ -335,8 +335,9 @@ class Engine:
     ) -> Generation:
         """A greedy continuation of `prompt_ids`, started when it is iterated.
 
-        Raises InputError for an empty prompt, one that the loaded context cannot hold with an id after it, one with an
-        id that the vocabulary does not have, or one whose image and video tokens are not those of `encoded`.
+        Raises InputError for fewer than one new token, an empty prompt, one that the loaded context cannot hold with an
+        id after it, one with an id that the vocabulary does not have, or one whose image and video tokens are not those
+        of `encoded`.
         """
         if (
             self._model is None

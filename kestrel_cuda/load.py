@@ -42,7 +42,7 @@ def stored_element(checkpoint: Checkpoint, key: WeightKey) -> Element:
     return _ELEMENTS[checkpoint.weight(key).dtype]
 
 
-def unquantized(checkpoint: Checkpoint, backend: Backend, table: Any) -> Unquantized:
+def unquantized(checkpoint: Checkpoint, backend: Backend, table: Any, *, on_device: bool) -> Unquantized:
     """What a decoder has beside its packed weights: `table`, the embeddings where the plan has them, and every norm.
 
     Raises CheckpointError for a norm that is not finite.
@@ -58,7 +58,7 @@ def unquantized(checkpoint: Checkpoint, backend: Backend, table: Any) -> Unquant
         LayerNorms(*(norm(norm_name(layer, n)) for n in (Norm.INPUT, Norm.POST_ATTENTION, Norm.Q, Norm.K)))
         for layer in range(checkpoint.config.text.num_layers)
     )
-    return Unquantized(table, layers, norm(FINAL_NORM))
+    return Unquantized(table, on_device, layers, norm(FINAL_NORM))
 
 
 def host_copy_bytes(config: EngineConfig, weights: DecoderWeights, window: ResidencyWindow | None) -> int:

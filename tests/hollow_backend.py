@@ -166,7 +166,8 @@ def decoder(element: Element, head_dim: int, group: int = 2, num_inputs: int = 2
     row, norm = np.zeros((1, num_inputs), np.float32), np.zeros(num_inputs, np.float32)
     head_norm, cache = np.zeros(head_dim, np.float32), np.zeros((2, 700, head_dim), np.float16)
     layer = DecoderLayer(qkv, o, gate_up, down, norm, norm, head_norm, head_norm, KvLayer(cache, cache))
-    return Decoder((layer, layer), lm_head, norm, heads, row, np.zeros((1, 656), np.float32))
+    table = np.zeros((656, num_inputs), np.uint16)
+    return Decoder((layer, layer), lm_head, norm, heads, table, row, np.zeros((1, 656), np.float32))
 
 
 def int8_cache(head_dim: int) -> KvLayer:
@@ -184,9 +185,10 @@ def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for element, head_dim in product((Element.INT8, Element.INT4), cuda_token.HEAD_DIMS):
         whole = decoder(element, head_dim)
         backend.reserve_attention(whole.heads, 1, 700)
-        token = backend.whole_token(whole)
-        token(state(700, head_dim))
-        token.close()
+        for embedding in (whole.embedding, None):
+            token = backend.whole_token(replace(whole, embedding=embedding))
+            token(state(700, head_dim))
+            token.close()
         for served_elsewhere in (
             decoder(element, head_dim, num_inputs=192),
             decoder(element, head_dim, num_inputs=2 * cuda_token.MOST_NORM_INPUTS),

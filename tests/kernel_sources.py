@@ -68,10 +68,15 @@ def struct_bytes(name: str, struct: str, head_dim: int) -> int:
     return sum(arrays(rest)) + (max(arrays(union[1])) if union else 0)
 
 
-def few_rows_bytes(name: str, cache: str, head_dim: int) -> int:
-    """The arrays of attention_few.cuh's `FewRows`, with the new key and the new value of a cache of that kind."""
+def few_queries_bytes(name: str, cache: str, head_dim: int) -> int:
+    """The arrays of attention_few.cuh's `FewQueries`, with the new key of a cache of that kind."""
     new_row = {"f16": "HalfRow", "q8": "Int8Row"}[cache]
-    return struct_bytes(name, "FewRows", head_dim) + 2 * struct_bytes(name, new_row, head_dim)
+    return struct_bytes(name, "FewQueries", head_dim) + struct_bytes(name, new_row, head_dim)
+
+
+def few_weights_bytes(name: str) -> int:
+    """The arrays of attention_few.cuh's `FewWeights`."""
+    return struct_bytes(name, "FewWeights", 0)
 
 
 def many_rows_bytes(name: str, cache: str, head_dim: int) -> int:
@@ -100,7 +105,8 @@ def tile_stage_bytes(bits: int, rows: int, columns: int) -> int:
 def static_shared_bytes(kernel: str) -> int:
     """Shared memory that a kernel declares beside its dynamic part; 0 for one that never has both."""
     if found := re.fullmatch(r"attend_(?:split|row)_(f16|q8)_(\d+)", kernel):
-        return few_rows_bytes("attention_few", found[1], int(found[2])) + (16 if "row" in kernel else 0)
+        shared_bytes = few_queries_bytes("attention_few", found[1], int(found[2])) + few_weights_bytes("attention_few")
+        return shared_bytes + (16 if "row" in kernel else 0)
     if kernel.startswith("decode_token_"):
         return 1 << 10  # about
     if kernel.startswith("norm_"):

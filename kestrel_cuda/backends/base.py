@@ -175,18 +175,22 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Everything between an embedded row, `h_mk[0]`, and its logits, `logits_mv[0]`."""
+    """Everything between an id and its logits, `logits_mv[0]`.
+
+    `embedding` is the table [vocab, hidden] where the device has it; otherwise `h_mk[0]` is embedded before.
+    """
 
     layers: tuple[DecoderLayer, ...]
     lm_head: DeviceWeight
     final_norm_k: Array
     heads: HeadShape
+    embedding: Array | None
     h_mk: Array
     logits_mv: Array
 
 
 class WholeToken(Protocol):
-    """Takes one embedded row through every layer to its logits in one submission."""
+    """Takes one row from its id, or from its embedding, through every layer to its logits in one submission."""
 
     def __call__(self, state: SequenceState) -> None: ...
 

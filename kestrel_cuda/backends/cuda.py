@@ -14,6 +14,7 @@ import numpy as np
 from kestrel_cuda.backends.base import Activation, DeviceWeight, Preparation, SequenceState, new_activation
 from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
+from kestrel_cuda.backends.cuda_device import TABLE_KINDS
 from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
 from kestrel_cuda.config import KvDtype
@@ -36,7 +37,6 @@ _ATTENTION_FILES = {
     KvDtype.F32: (),
     KvDtype.Q8: ("attention_few_q8", "attention_many_q8"),
 }
-_TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2}
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
 
 
@@ -52,8 +52,8 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         files = {"gemv", "norm", "pointwise", "rope", "attention", *_ATTENTION_FILES[kv]}
         if quantized:
             files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self.has_warpgroup_mma else set())
-        if quantized and whole_token and kv is KvDtype.F16:
-            files.add("token" if head_dim == 128 else "token_small")
+        if quantized and whole_token and kv is KvDtype.F16 and (file := self.token_file(head_dim)):
+            files.add(file)
         return Preparation(*self.kernels.compile_beside(files))
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation:
@@ -62,7 +62,7 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
     def embed(self, table: Any, state: SequenceState, h_mk: Any, num_rows: int) -> None:
         self.kernels["embed_rows"](
             (num_rows,), (256,), table=table, tokens=state.tokens, position=state.position, h_mk=h_mk,
-            table_kind=_TABLE_KINDS[table.dtype], k=h_mk.shape[1],
+            table_kind=TABLE_KINDS[table.dtype], k=h_mk.shape[1],
         )  # fmt: skip
 
     def norm(self, h_mk: Any, weight_k: Any, eps: float, out: Activation, num_rows: int) -> None:
@@ -157,10 +157,12 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
     def choose(self, logits_v: Any, num_ids: int, state: SequenceState, num_rows: int) -> None:
         blocks = min(256, -(-num_ids // 256))
         self.kernels["argmax_partial"](
-            (blocks,), (256,), logits_v=logits_v, best_b=self._best, best_id_b=self._best_id, v=num_ids
-        )
+            (blocks,), (256,), dependent=True,
+            logits_v=logits_v, best_b=self._best, best_id_b=self._best_id, v=num_ids,
+        )  # fmt: skip
         self.kernels["argmax_final"](
-            (1,), (256,), best_b=self._best, best_id_b=self._best_id, tokens=state.tokens, position=state.position,
+            (1,), (256,), dependent=True,
+            best_b=self._best, best_id_b=self._best_id, tokens=state.tokens, position=state.position,
             chosen=state.chosen, num_chosen=state.chosen.size, num_blocks=blocks, num_rows=num_rows,
         )  # fmt: skip
 

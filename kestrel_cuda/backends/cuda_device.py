@@ -32,6 +32,8 @@ from kestrel_cuda.quant.packed import SlabLayout
 
 LEAST_COMPUTE_CAPABILITY = 80
 READ_PASSES = 4
+TABLE_KINDS = {np.dtype(np.uint16): 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2}
+"""Of embeddings: kernels/common.cuh's `table_entry`; bfloat16 are uint16 here."""
 WARPGROUP_CAPABILITY = 90
 
 

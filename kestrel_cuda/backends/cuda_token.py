@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import Decoder, DecoderLayer, DeviceWeight, SequenceState
 from kestrel_cuda.backends.cuda_attention import SPLIT_SLOTS, AttentionSteps, log2_scale
-from kestrel_cuda.backends.cuda_device import CudaDevice
+from kestrel_cuda.backends.cuda_device import TABLE_KINDS, CudaDevice
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.kernels.library import Kernel, driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
@@ -196,23 +196,27 @@ def words_per_piece(element: Element) -> int:
     return PIECE_INPUTS // 4 if element is Element.INT8 else PIECE_INPUTS // 8
 
 
-def few_rows_bytes(head_dim: int, queries_per_kv: int) -> int:
-    """attention_few.cuh's `FewRows`, rounded up to 16, and the weighted values of four subtiles."""
-    weights = max(MMA_ROWS * (SPLIT_SLOTS + 8) * 2, WARPS * head_dim * 4)
+def few_queries_bytes(head_dim: int) -> int:
+    """attention_few.cuh's `FewQueries`: the rows of an mma, and a new key."""
+    return (MMA_ROWS + 1) * head_dim * 2
+
+
+def few_weights_bytes(head_dim: int, queries_per_kv: int) -> int:
+    """attention_few.cuh's `FewWeights`, and the weighted values of four subtiles."""
     floats = (WARPS + 4 + 1 + SUBTILES) * MMA_ROWS * 4
-    fixed = MMA_ROWS * (head_dim + 8) * 2 + weights + floats + 2 * head_dim * 2
-    return -(-fixed // 16) * 16 + SUBTILES * queries_per_kv * head_dim * 4
+    return MMA_ROWS * SPLIT_SLOTS * 2 + floats + SUBTILES * queries_per_kv * head_dim * 4
 
 
-def table_bytes(cuts: list[Cut], num_layers: int, num_blocks: int) -> int:
-    """Dynamic shared memory of a block's residuals, its cuts and the layers' addresses."""
+def table_bytes(cuts: list[Cut], num_layers: int, num_blocks: int, head_dim: int) -> int:
+    """Dynamic shared memory of its own: of residuals, cuts, addresses of layers, and attention's rows."""
     own = -(-cuts[1].num_sets // num_blocks) * 2 * COLUMNS * 4
-    return -(-(own + num_layers * NUM_LAYER_POINTERS * 8 + sum(len(astuple(cut)) * 4 for cut in cuts)) // 16) * 16
+    tables = own + num_layers * NUM_LAYER_POINTERS * 8 + sum(len(astuple(cut)) * 4 for cut in cuts)
+    return -(-tables // 16) * 16 + few_queries_bytes(head_dim)
 
 
 def least_work_bytes(cuts: list[Cut], head_dim: int, queries_per_kv: int) -> int:
     """Dynamic shared memory of what one stage at a time needs: attention, or a linear's inputs and sums."""
-    return max(few_rows_bytes(head_dim, queries_per_kv), *(cut.least_bytes for cut in cuts))
+    return max(few_weights_bytes(head_dim, queries_per_kv), *(cut.least_bytes for cut in cuts))
 
 
 def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
@@ -275,13 +279,15 @@ class CudaWholeToken:
         heads, layers = decoder.heads, decoder.layers
         first = layers[0]
         room = dynamic_bytes(steps, kernel)
-        fixed_bytes = table_bytes(cuts, len(layers), steps.num_multiprocessors) + num_slots * ring_bytes(decoder)
+        fixed_bytes = table_bytes(cuts, len(layers), steps.num_multiprocessors, heads.head_dim)
+        fixed_bytes += num_slots * ring_bytes(decoder)
         cuts = [cut.fit((room - fixed_bytes) // 16 * 16) for cut in cuts]
         hidden, products = first.qkv.geometry.num_inputs, first.down.geometry.num_inputs
         attended, num_splits = heads.num_heads * heads.head_dim, -(-first.kv.k_hsd.shape[1] // SPLIT_SLOTS)
         matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         maps = copy_maps([*matrices, decoder.lm_head], cuts[:4] * len(layers) + cuts[4:])
         order = copy_order(cuts, steps.num_multiprocessors)
+        table = decoder.h_mk if decoder.embedding is None else decoder.embedding
         self._steps, self._kernel, self._shared_bytes = steps, kernel, room
         self._owned = {
             "copy_maps": steps.to_device(maps.view(np.uint8)),
@@ -298,7 +304,9 @@ class CudaWholeToken:
         }
         self._given = {
             "final_norm_k": decoder.final_norm_k,
-            "h_k": decoder.h_mk,
+            "table": table,
+            "table_kind": TABLE_KINDS[table.dtype],
+            "is_embedded": int(decoder.embedding is None),
             "logits_v": decoder.logits_mv,
             "num_layers": len(layers),
             "num_slots": num_slots,
@@ -319,7 +327,7 @@ class CudaWholeToken:
         self._kernel(
             (self._steps.num_multiprocessors,), (THREADS + COPY_THREADS,), all_at_once=True,
             shared_bytes=self._shared_bytes, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position,
-            **self._owned, **self._given,
+            tokens=state.tokens, **self._owned, **self._given,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -331,13 +339,19 @@ class CudaWholeToken:
 class TokenSteps(AttentionSteps):
     """The whole token of `Backend` on a GPU."""
 
+    def token_file(self, head_dim: int) -> str | None:
+        """The kernel file of a whole token with heads of that size; None where there is no such launch."""
+        if self.compute_capability != COPY_CAPABILITY or not driver_bindings_work() or head_dim not in HEAD_DIMS:
+            return None
+        return "token" if head_dim == 128 else "token_small"
+
     def whole_token(self, decoder: Decoder) -> CudaWholeToken | None:
-        if self.compute_capability != COPY_CAPABILITY or not driver_bindings_work() or not _is_served(decoder):
+        if self.token_file(decoder.heads.head_dim) is None or not _is_served(decoder):
             return None
         heads, first, num_blocks = decoder.heads, decoder.layers[0], self.num_multiprocessors
         kernel = self.kernels[f"decode_token_{first.qkv.geometry.element.value}_{heads.head_dim}"]
         cuts = cut_token((first.qkv, first.o, first.gate_up, first.down), decoder.lm_head, num_blocks)
-        least = table_bytes(cuts, len(decoder.layers), num_blocks)
+        least = table_bytes(cuts, len(decoder.layers), num_blocks, heads.head_dim)
         least += least_work_bytes(cuts, heads.head_dim, heads.queries_per_kv)
         num_slots = min(MOST_SLOTS, (dynamic_bytes(self, kernel) - least) // ring_bytes(decoder))
         if most_on_their_way(cuts, num_slots, num_blocks) < LEAST_ON_THEIR_WAY:
@@ -367,8 +381,7 @@ def _is_served(decoder: Decoder) -> bool:
     flat = [geometry for same in geometries for geometry in same] + [decoder.lm_head.geometry]
     hidden, intermediate = layers[0].qkv.geometry.num_inputs, layers[0].down.geometry.num_inputs
     return (
-        heads.head_dim in HEAD_DIMS
-        and all(len(same) == 1 for same in geometries)
+        all(len(same) == 1 for same in geometries)
         and len({geometry.element for geometry in flat}) == 1
         and all(geometry.group_size == ACTIVATION_GROUP and geometry.k_padded % PIECE_INPUTS == 0 for geometry in flat)
         and all(geometry.n_padded % 8 == 0 and geometry.n_padded < COLUMNS << ITEM_BIT for geometry in flat)

@@ -7,36 +7,36 @@ template <int kHeadDim>
 struct Rotation {
     static constexpr int kChannels = (kHeadDim + kWarp - 1) / kWarp;
     static constexpr int kHalf = kHeadDim / 2;
-    float weight[kChannels], cosine[kChannels], sine[kChannels];
-
-    __device__ static int channel(int i) { return threadIdx.x % kWarp + i * kWarp; }
+    static constexpr int kAngles = (kChannels + 1) / 2;     // channels i and i + kAngles are a pair
+    float weight[kChannels], cosine[kAngles], sine[kAngles];
 
     __device__ void fetch(const float* weight_d, const float* cos_d, const float* sin_d) {
+        const int lane = this_thread() % kWarp;
 #pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-            const int d = channel(i), pair = d < kHalf ? d : d - kHalf;
-            if (d >= kHeadDim) continue;
-            weight[i] = weight_d[d], cosine[i] = cos_d[pair], sine[i] = sin_d[pair];
-        }
+        for (int i = 0; i < kChannels; ++i) weight[i] = lane + i * kWarp < kHeadDim ? weight_d[lane + i * kWarp] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kAngles; ++i) cosine[i] = cos_d[(lane + i * kWarp) % kHalf], sine[i] = sin_d[(lane + i * kWarp) % kHalf];
     }
 
     template <typename Put>
-    __device__ void turn(const float (&x)[kChannels], float eps, float* normed_d, Put put) const {
+    __device__ void turn(const float (&x)[kChannels], float eps, Put put) const {
+        const int lane = this_thread() % kWarp;
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kChannels; ++i)
-            if (channel(i) < kHeadDim) sum = fma_rn(x[i], x[i], sum);
-        const float rstd = __frsqrt_rn(add_rn(div_rn(warp_sum(sum), (float)kHeadDim), eps));
+            if (lane + i * kWarp < kHeadDim) sum = fma_rn(x[i], x[i], sum);
+        static_assert((kHeadDim & (kHeadDim - 1)) == 0, "the mean is a product by a power of two: a quotient's bits");
+        const float rstd = __frsqrt_rn(add_rn(mul_rn(warp_sum(sum), 1.0f / kHeadDim), eps));
+        float normed[kChannels];
 #pragma unroll
-        for (int i = 0; i < kChannels; ++i)
-            if (channel(i) < kHeadDim) normed_d[channel(i)] = mul_rn(weight[i], mul_rn(x[i], rstd));
-        __syncwarp();
+        for (int i = 0; i < kChannels; ++i) normed[i] = mul_rn(weight[i], mul_rn(x[i], rstd));
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) {
-            const int d = channel(i);
-            if (d >= kHeadDim) continue;
-            const float other = d < kHalf ? -normed_d[d + kHalf] : normed_d[d - kHalf];
-            put(d, add_rn(mul_rn(normed_d[d], cosine[i]), mul_rn(other, sine[i])));
+            const int d = lane + i * kWarp;
+            float other;
+            if constexpr (kChannels > 1) other = i < kAngles ? -normed[i + kAngles] : normed[i - kAngles];
+            else other = __shfl_xor_sync(0xffffffffu, d < kHalf ? normed[0] : -normed[0], kHalf);
+            if (d < kHeadDim) put(d, add_rn(mul_rn(normed[i], cosine[i % kAngles]), mul_rn(other, sine[i % kAngles])));
         }
         __syncwarp();
     }
@@ -45,118 +45,138 @@ struct Rotation {
 // Splits that are fetched before the first of them is merged: the merges are a chain, the fetches need not be.
 constexpr int kMergedAtOnce = 8;
 
-// What a block of few rows keeps in shared memory.
+// What a block of few rows is given in shared memory. Rows past the last query hold anything: a row of an mma does not depend
+// on the others, and nobody reads theirs.
 template <int kHeadDim, typename NewRow>
-struct __align__(16) FewRows {
-    u16 queries[kMmaRows * Shape<kHeadDim>::kQueryStride];
-    union {
-        float normed[kFewWarps][kHeadDim];     // on the way to the queries
-        u16 weights[kMmaRows * kWeightStride];
-    };
+struct __align__(16) FewQueries {
+    u32 fragments[Shape<kHeadDim>::kSteps * kWarp * 4];
+    NewRow new_key;
+
+    __device__ void put(int row, int d, float x) { ((u16*)fragments)[Shape<kHeadDim>::query_half(row, d)] = float_to_half(x); }
+};
+
+// And what it makes of them.
+struct __align__(16) FewWeights {
+    u32 fragments[kSplit / 16 * kWarp * 4];
     float maxima[kMmaRows][kFewWarps + 4];     // so that rows' reads of 16 bytes meet no bank twice
     float row_max[kMmaRows];
-    float sums[kSubtiles][kMmaRows];
-    NewRow new_key, new_value;
+    float sums[kMmaRows][kSubtiles];
 };
 
 // Dots of the query rows with a warp's keys, a chain of mma over the channels for each tile that has slots.
 template <int kHeadDim, typename Rows>
-__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u16* query_rows, const Keys<Rows>& keys, int num_slots) {
+__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u32* queries, const Keys<Rows>& keys, int num_slots) {
     using S = Shape<kHeadDim>;
-    const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+    const FewThread me;
 #pragma unroll
     for (int t = 0; t < kKeyTiles; ++t) {
         dots[t][0] = dots[t][1] = dots[t][2] = dots[t][3] = 0.0f;
-        if (tile_slot(t) >= num_slots) continue;
+        if (me.tile_slot(t) >= num_slots) continue;
 #pragma unroll
-        for (int run = 0; run < S::kKeyRuns; ++run) {
-            Run<S::kKeyHalves> top, bottom;
-            const int channel = (run * 4 + j) * S::kKeyHalves;
-            top.load(query_rows + quad * S::kQueryStride + channel);
-            bottom.load(query_rows + (quad + 8) * S::kQueryStride + channel);
+        for (int run = 0; run < S::kKeyRuns; ++run)
 #pragma unroll
             for (int i = 0; i < S::kKeyHalves / 4; ++i) {
-                const u32 q[4] = {top.words[2 * i], bottom.words[2 * i], top.words[2 * i + 1], bottom.words[2 * i + 1]};
-                mma_m16n8k16(dots[t], q, keys.word(t, run, 2 * i), keys.word(t, run, 2 * i + 1));
+                const Fragment q = load_fragment(queries, run * (S::kKeyHalves / 4) + i);
+                mma_m16n8k16(dots[t], q.words, keys.word(t, run, 2 * i), keys.word(t, run, 2 * i + 1));
             }
-        }
     }
 }
 
-// One split for up to 16 query rows in shared memory: `out` [subtile][row][d] gets the weighted values of each subtile,
-// shared.sums the sums of weights, row_max the maximum of each row. Every thread of the block takes part.
-template <int kHeadDim, typename NewRow, typename Rows>
-__device__ inline void split_of_few_rows(FewRows<kHeadDim, NewRow>& shared, const Keys<Rows>& keys, const Values<Rows>& values,
-                                         int num_rows, int num_slots, float scale, float* out) {
-    const int warp = threadIdx.x / kWarp, quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
-    float scores[kKeyTiles][4];
-    {
-        score_tiles<kHeadDim>(scores, shared.queries, keys, num_slots);
-        float top = minus_infinity(), bottom = minus_infinity();
+// The largest score of a row, over all warps.
+__device__ inline float largest_of(const float (&maxima)[kFewWarps + 4]) {
+    float largest = minus_infinity();
 #pragma unroll
-        for (int t = 0; t < kKeyTiles; ++t) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                scores[t][c] = tile_slot(t) + 2 * j + c % 2 < num_slots ? mul_rn(scores[t][c], scale) : minus_infinity();
-            top = fmaxf(top, fmaxf(scores[t][0], scores[t][1]));
-            bottom = fmaxf(bottom, fmaxf(scores[t][2], scores[t][3]));
-        }
-        top = quad_max(top), bottom = quad_max(bottom);
-        if (j == 0) shared.maxima[quad][warp] = top, shared.maxima[quad + 8][warp] = bottom;
+    for (int w = 0; w < kFewWarps; w += 4) {
+        const float4 four = *(const float4*)&maxima[w];
+        largest = fmaxf(largest, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
     }
-    sync_few();
-    float row_max[2] = {minus_infinity(), minus_infinity()};
+    return largest;
+}
+
+// One split for up to 16 query rows in shared memory: `out` [subtile][row][d] gets the weighted values of each subtile
+// that has slots, shared.sums the sums of weights, row_max the maximum of each row. Values are loaded where keys were, when
+// there are scores. Every thread of the block takes part.
+template <int kHeadDim, typename Rows>
+__device__ inline void split_of_few_rows(FewWeights& shared, const u32* queries, const Keys<Rows>& keys, const Rows& v,
+                                         int num_rows, int num_slots, float scale, float* out) {
+    const FewThread me;
+    const int quad = me.quad(), j = me.in_quad();
+    // Rows `quad` and, where there are so many, `quad` + 8.
+    const int num_halves = num_rows > 8 ? 2 : 1;
+    float scores[kKeyTiles][4];
+    score_tiles<kHeadDim>(scores, queries, keys, num_slots);
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+        if (half >= num_halves) break;
+        float largest = minus_infinity();
 #pragma unroll
-        for (int w = 0; w < kFewWarps; w += 4) {
-            const float4 four = *(const float4*)&shared.maxima[quad + 8 * half][w];
-            row_max[half] = fmaxf(row_max[half], fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
-        }
-#pragma unroll
-    for (int t = 0; t < kKeyTiles; ++t)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float p[2];
+        for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const float s = scores[t][2 * half + c];
-                p[c] = s == minus_infinity() ? 0.0f : exp2_fast(sub_rn(s, row_max[half]));
+                float& score = scores[t][2 * half + c];
+                score = me.tile_slot(t) + 2 * j + c < num_slots ? mul_rn(score, scale) : minus_infinity();
+                largest = fmaxf(largest, score);
             }
-            *(u32*)&shared.weights[(quad + 8 * half) * kWeightStride + tile_slot(t) + 2 * j] = pack_halves(p[0], p[1]);
+        largest = quad_max(largest);
+        if (j == 0) shared.maxima[quad + 8 * half][me.warp()] = largest;
+    }
+    // From all warps' maxima to the weights of this warp's slots.
+    auto weigh = [&] {
+        sync_few();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (half >= num_halves) break;
+            const float row_max = largest_of(shared.maxima[quad + 8 * half]);
+            if (me.warp() == kFewWarps - 1 && j == 0) shared.row_max[quad + 8 * half] = row_max;
+#pragma unroll
+            for (int t = 0; t < kKeyTiles; ++t) {
+                const int slot = me.tile_slot(t);
+                // Nobody reads weights of a subtile without slots.
+                if (slot / kSubtile * kSubtile >= num_slots) break;
+                // Past the last slot the power of minus infinity: zero.
+                const float even = exp2_fast(sub_rn(scores[t][2 * half], row_max));
+                const float odd = exp2_fast(sub_rn(scores[t][2 * half + 1], row_max));
+                shared.fragments[fragment_word(slot / 16, quad + 8 * half, slot % 16 / 2 + j)] = pack_halves(even, odd);
+            }
         }
-    sync_few();
-    if (warp == 0 && j == 0) shared.row_max[quad] = row_max[0], shared.row_max[quad + 8] = row_max[1];
-
-    const int subtile = warp / kWarpsPerSubtile, part = warp % kWarpsPerSubtile;
-    constexpr int kHalves = Parts<kHeadDim>::kHalves;
-    float acc[kHalves][4], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    };
+    const int subtile = me.subtile(), part = me.value_warp() % kWarpsPerSubtile;
+    if (subtile * kSubtile < num_slots && part < Parts<kHeadDim>::kNum) {
+        constexpr int kHalves = Parts<kHeadDim>::kHalves;
+        Values<Rows> values;
+        values.load(v, num_slots);
+        weigh();
+        values.pair();
+        sync_few();
+        float acc[kHalves][4], sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int t = 0; t < kHalves; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
-    // Past the last slot weights and values are zero, and add nothing.
-    if (subtile * kSubtile < num_slots)
+        for (int t = 0; t < kHalves; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            u32 weights[4];
-            load_weights(weights, shared.weights, subtile * kSubtile + step * 16);
-            values.add(acc, sums, weights, step);
+        for (int step = 0; step < 4; ++step)
+            values.add(acc, sums, load_fragment(shared.fragments, subtile * (kSubtile / 16) + step).words, step);
+        float* to = out + (subtile * num_rows + quad) * kHeadDim + part * Parts<kHeadDim>::kChannels + 2 * j * kHalves;
+#pragma unroll
+        for (int half = 0; half < 2; ++half, to += 8 * kHeadDim) {
+            if (quad + 8 * half >= num_rows) break;
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+#pragma unroll
+                for (int t = 0; t < kHalves; ++t) to[c * kHalves + t] = acc[t][2 * half + c];
+            if (part == 0 && j == 0) shared.sums[quad + 8 * half][subtile] = sums[2 * half];
         }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        const int row = quad + c / 2 * 8;
-        if (row >= num_rows || part >= Parts<kHeadDim>::kNum) continue;
-        float* to = out + (subtile * num_rows + row) * kHeadDim + part * Parts<kHeadDim>::kChannels + (2 * j + c % 2) * kHalves;
-#pragma unroll
-        for (int t = 0; t < kHalves; ++t) to[t] = acc[t][c];
-        if (part == 0 && j == 0 && c % 2 == 0) shared.sums[subtile][row] = sums[c];
+    } else {
+        weigh();
+        sync_few();
     }
     sync_few();
 }
 
-__device__ inline float add_subtiles(const float* parts, int stride) {
+// In ascending order, those that have slots. What a subtile without any would add is zero.
+__device__ inline float add_subtiles(const float* parts, int stride, int num_slots) {
     float total = 0.0f;
 #pragma unroll
-    for (int t = 0; t < kSubtiles; ++t) total = add_rn(total, parts[t * stride]);
+    for (int t = 0; t < kSubtiles; ++t)
+        if (t * kSubtile < num_slots) total = add_rn(total, parts[t * stride]);
     return total;
 }
 
@@ -166,9 +186,10 @@ struct PlainRow {
 
     template <int kChannels>
     __device__ void load(float (&x)[kChannels], int column, int count) const {
+        const int lane = this_thread() % kWarp;
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) {
-            const int at = threadIdx.x % kWarp + i * kWarp;
+            const int at = lane + i * kWarp;
             x[i] = at < count ? __ldcg(qkv_n + column + at) : 0.0f;
         }
     }
@@ -180,8 +201,9 @@ struct PlainCodes {
     float* scales;
 
     __device__ void put(int group, int code, float scale) const {
-        codes[group * kGroup + threadIdx.x % kWarp] = (i8)code;
-        if (threadIdx.x % kWarp == 0) scales[group] = scale;
+        const int lane = this_thread() % kWarp;
+        codes[group * kGroup + lane] = (i8)code;
+        if (lane == 0) scales[group] = scale;
     }
 };
 
@@ -213,6 +235,7 @@ struct RunningMerge {
 // arrived_h [kv_heads] counts them and is zero between layers.
 template <int kHeadDim>
 struct PlainSplits {
+    static constexpr bool kMergesHere = true;
     float *max_hs, *sum_hs, *out_hsd;
     int* arrived_h;
     int num_splits;
@@ -232,7 +255,7 @@ struct PlainSplits {
         __shared__ int is_last;
         // One thread's fences order what the barriers order before and after them.
         sync_few();
-        if (threadIdx.x == 0) {
+        if (this_thread() == 0) {
             __threadfence();
             is_last = atomicAdd(&arrived_h[kv_head], 1) == used_splits - 1;
             if (is_last) arrived_h[kv_head] = 0;
@@ -246,17 +269,30 @@ struct PlainSplits {
         const i64 from = at(head, split);
         part = {__ldcg(max_hs + from), __ldcg(sum_hs + from), __ldcg(out_hsd + from * kHeadDim + d)};
     }
-    __device__ void add(RunningMerge& merged, Part& part, int, int, int) const { merged.add(part.max, part.sum, part.out); }
+
+    // A channel of a head, every split's in ascending order.
+    __device__ RunningMerge merged(int head, int d, int used_splits) const {
+        RunningMerge merged;
+        for (int first = 0; first < used_splits; first += kMergedAtOnce) {
+            Part part[kMergedAtOnce];
+#pragma unroll
+            for (int s = 0; s < kMergedAtOnce; ++s) fetch(part[s], head, min(first + s, used_splits - 1), d);
+#pragma unroll
+            for (int s = 0; s < kMergedAtOnce; ++s)
+                if (first + s < used_splits) merged.add(part[s].max, part[s].sum, part[s].out);
+        }
+        return merged;
+    }
 };
 
-// One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, by the split
-// that `splits` chooses, the merge and the activation codes. The cache is read first, then `wait` is called, then the row is
-// read. `parts`: 4 * queries_per_kv * d floats of shared memory.
+// One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, where there is one
+// split or `splits` has them merged here by one of their blocks, the activation codes. Keys are read first, then `wait` is called, then the row is read.
+// `parts`: 4 * queries_per_kv * d floats of shared memory. `queries` are written before any barrier, the rest after one.
 template <int kHeadDim, typename NewRow, typename Cache, typename Row, typename Splits, typename Codes, typename Wait>
-__device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, float* parts, const RowAttention<Cache>& a,
-                                           const Row& row, const Splits& splits, const Codes& y, int split, int kv_head,
-                                           Wait wait) {
-    const int warp = threadIdx.x / kWarp;
+__device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries, FewWeights& shared, float* parts,
+                                           const RowAttention<Cache>& a, const Row& row, const Splits& splits, const Codes& y,
+                                           int split, int kv_head, Wait wait) {
+    const FewThread me;
     const int first_slot = split * kSplit, used_splits = a.used_splits();
     const int num_slots = min(kSplit, a.last + 1 - first_slot);
     const bool owns_new = split == used_splits - 1;
@@ -265,70 +301,66 @@ __device__ inline void attend_split_of_row(FewRows<kHeadDim, NewRow>& shared, fl
     using Rows = typename Cache::template Rows<kHeadDim>;
     Keys<Rows> keys;
     keys.load(a.k.template from<kHeadDim>(at), num_known);
-    Values<Rows> values;
-    values.load(a.v.template from<kHeadDim>(at), num_known);
+    a.v.template from<kHeadDim>(at).prefetch(num_known);
     const float* cos_d = a.cos_sd + (i64)a.last * (kHeadDim / 2);
     const float* sin_d = a.sin_sd + (i64)a.last * (kHeadDim / 2);
-    const bool has_query = warp < a.queries_per_kv, turns_key = owns_new && warp == kFewWarps - 1;
+    // The new key, the new value and the queries are a warp's each, the last warps' first: with few slots those have neither
+    // keys nor values.
+    constexpr int kNewKey = 0, kNewValue = 1, kFirstQuery = 2;
+    const int first_role = kFewWarps - 1 - me.warp(), num_roles = kFirstQuery + a.queries_per_kv;
+    auto is_played = [&](int role) { return role < num_roles && (owns_new || role >= kFirstQuery); };
     Rotation<kHeadDim> rotation;
-    float x[Rotation<kHeadDim>::kChannels];
-    if (has_query || turns_key) rotation.fetch(has_query ? a.q_norm_d : a.k_norm_d, cos_d, sin_d);
+    if (is_played(first_role)) rotation.fetch(first_role == kNewKey ? a.k_norm_d : a.q_norm_d, cos_d, sin_d);
     wait();
 
-    u16* query = shared.queries + warp * Shape<kHeadDim>::kQueryStride;
-    if (has_query) {
-        row.load(x, (kv_head * a.queries_per_kv + warp) * kHeadDim, kHeadDim);
-        rotation.turn(x, a.eps, shared.normed[warp], [&](int d, float y) { query[d] = float_to_half(y); });
-    } else {
-        for (int d = threadIdx.x % kWarp; d < kHeadDim; d += kWarp) query[d] = 0;
-    }
-    if (turns_key) {
-        if (has_query) rotation.fetch(a.k_norm_d, cos_d, sin_d);
-        row.load(x, a.k_column + kv_head * kHeadDim, kHeadDim);
-        rotation.turn(x, a.eps, shared.normed[warp], [&](int d, float y) { shared.new_key.put(d, y); });
-    } else if (owns_new && warp == kFewWarps - 2) {
-        row.load(x, a.v_column + kv_head * kHeadDim, kHeadDim);
+    for (int role = first_role; is_played(role) || role < kFirstQuery; role += kFewWarps) {
+        if (!is_played(role)) continue;
+        if (role >= kFewWarps) rotation.fetch(a.q_norm_d, cos_d, sin_d);
+        const int query = role - kFirstQuery;
+        float x[Rotation<kHeadDim>::kChannels];
+        row.load(x, role == kNewKey ? a.k_column + kv_head * kHeadDim
+                    : role == kNewValue ? a.v_column + kv_head * kHeadDim
+                                        : (kv_head * a.queries_per_kv + query) * kHeadDim, kHeadDim);
+        if (role == kNewValue) {
+            // Values are loaded when this is there.
 #pragma unroll
-        for (int i = 0; i < Rotation<kHeadDim>::kChannels; ++i)
-            if (rotation.channel(i) < kHeadDim) shared.new_value.put(rotation.channel(i), x[i]);
+            for (int i = 0; i < Rotation<kHeadDim>::kChannels; ++i) {
+                const int d = me.lane() + i * kWarp;
+                if (d < kHeadDim) a.v.put(at + num_known * kHeadDim + d, x[i]);
+            }
+        } else {
+            rotation.turn(x, a.eps, [&](int d, float y) {
+                if (role == kNewKey) queries.new_key.put(d, y);
+                else queries.put(query, d, y);
+            });
+        }
     }
     sync_few();
     if (owns_new) {
-        keys.put(shared.new_key, num_known);
-        if (warp / kWarpsPerSubtile == num_known / kSubtile) values.put(shared.new_value, num_known);
-        const i64 to = at + (i64)num_known * kHeadDim;
-        for (int d = threadIdx.x; d < kHeadDim; d += kFewThreads) {
-            a.k.stored[to + d] = shared.new_key.stored[d];
-            a.v.stored[to + d] = shared.new_value.stored[d];
-        }
-        a.k.store_scales(to, shared.new_key);
-        a.v.store_scales(to, shared.new_value);
+        if (me.has_key(num_known)) keys.put(queries.new_key, num_known);
+        if (first_role == kNewKey) a.k.put(at + num_known * kHeadDim, queries.new_key);
     }
-    split_of_few_rows<kHeadDim>(shared, keys, values, a.queries_per_kv, num_slots, a.scale, parts);
+    split_of_few_rows<kHeadDim>(shared, queries.fragments, keys, a.v.template from<kHeadDim>(at), a.queries_per_kv, num_slots,
+                                a.scale, parts);
 
     const int num_values = a.queries_per_kv * kHeadDim, first_head = kv_head * a.queries_per_kv;
     if (used_splits > 1) {
-        for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
+        for (int i = this_thread(); i < num_values; i += kFewThreads) {
             const int r = i / kHeadDim, d = i % kHeadDim;
-            splits.put(first_head + r, split, d, add_subtiles(parts + i, num_values));
-            if (d == 0) splits.put_weights(first_head + r, split, shared.row_max[r], add_subtiles(&shared.sums[0][r], kMmaRows));
+            splits.put(first_head + r, split, d, add_subtiles(parts + i, num_values, num_slots));
+            if (d == 0) splits.put_weights(first_head + r, split, shared.row_max[r], add_subtiles(shared.sums[r], 1, num_slots));
         }
-        if (!splits.merges(kv_head, split, used_splits)) return;
+        if constexpr (!Splits::kMergesHere) return;
+        else if (!splits.merges(kv_head, split, used_splits)) return;
     }
-    for (int i = threadIdx.x; i < num_values; i += kFewThreads) {
+    for (int i = this_thread(); i < num_values; i += kFewThreads) {
         const int r = i / kHeadDim, d = i % kHeadDim, head = first_head + r;
         RunningMerge merged;
+        if constexpr (Splits::kMergesHere)
+            if (used_splits > 1) merged = splits.merged(head, d, used_splits);
+        // What a merge with nothing gives.
         if (used_splits == 1)
-            merged.add(shared.row_max[r], add_subtiles(&shared.sums[0][r], kMmaRows), add_subtiles(parts + i, num_values));
-        else
-            for (int first = 0; first < used_splits; first += kMergedAtOnce) {
-                typename Splits::Part part[kMergedAtOnce];
-#pragma unroll
-                for (int s = 0; s < kMergedAtOnce; ++s) splits.fetch(part[s], head, min(first + s, used_splits - 1), d);
-#pragma unroll
-                for (int s = 0; s < kMergedAtOnce; ++s)
-                    if (first + s < used_splits) splits.add(merged, part[s], head, first + s, d);
-            }
+            merged.sum = add_subtiles(shared.sums[r], 1, num_slots), merged.out = add_subtiles(parts + i, num_values, num_slots);
         float scale;
         const int code = quantize_in_group(div_rn(merged.out, merged.sum), scale);
         y.put((kv_head * num_values + i) / kGroup, code, scale);

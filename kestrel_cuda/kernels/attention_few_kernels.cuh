@@ -7,7 +7,8 @@ template <int kHeadDim, typename Rows>
 __device__ inline void attend_split(const float* q_mhd, const Rows& k, const Rows& v, const int* position, float* max_mhs,
                                     float* sum_mhs, float* out_mhsd, int queries_per_kv, int ctx, float scale) {
     extern __shared__ __align__(16) float parts[];
-    __shared__ __align__(16) FewRows<kHeadDim, typename Rows::New> shared;
+    __shared__ FewQueries<kHeadDim, typename Rows::New> queries;
+    __shared__ FewWeights shared;
     const int split = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
     const int num_splits = gridDim.x, num_heads = gridDim.y * queries_per_kv;
     const int last = *position + row, first_slot = split * kSplit;
@@ -16,22 +17,18 @@ __device__ inline void attend_split(const float* q_mhd, const Rows& k, const Row
     const i64 at = ((i64)kv_head * ctx + first_slot) * kHeadDim;
     Keys<Rows> keys;
     keys.load(k.from(at), num_slots);
-    Values<Rows> values;
-    values.load(v.from(at), num_slots);
+    v.from(at).prefetch(num_slots);
     const i64 first_head = (i64)row * num_heads + kv_head * queries_per_kv;
-    for (int i = threadIdx.x; i < kMmaRows * kHeadDim; i += kFewThreads) {
-        const int r = i / kHeadDim, d = i % kHeadDim;
-        shared.queries[r * Shape<kHeadDim>::kQueryStride + d] =
-            r < queries_per_kv ? float_to_half(q_mhd[(first_head + r) * kHeadDim + d]) : (u16)0;
-    }
+    for (int i = threadIdx.x; i < queries_per_kv * kHeadDim; i += kFewThreads)
+        queries.put(i / kHeadDim, i % kHeadDim, q_mhd[first_head * kHeadDim + i]);
     __syncthreads();
-    split_of_few_rows<kHeadDim>(shared, keys, values, queries_per_kv, num_slots, scale, parts);
+    split_of_few_rows<kHeadDim>(shared, queries.fragments, keys, v.from(at), queries_per_kv, num_slots, scale, parts);
     for (int i = threadIdx.x; i < queries_per_kv * kHeadDim; i += kFewThreads) {
         const i64 to = (first_head + i / kHeadDim) * num_splits + split;
-        out_mhsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, queries_per_kv * kHeadDim);
+        out_mhsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, queries_per_kv * kHeadDim, num_slots);
         if (i % kHeadDim == 0) {
             max_mhs[to] = shared.row_max[i / kHeadDim];
-            sum_mhs[to] = add_subtiles(&shared.sums[0][i / kHeadDim], kMmaRows);
+            sum_mhs[to] = add_subtiles(shared.sums[i / kHeadDim], 1, num_slots);
         }
     }
 }
@@ -41,7 +38,8 @@ __device__ inline void attend_split(const float* q_mhd, const Rows& k, const Row
 template <int kHeadDim, typename Cache>
 __device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& row, const PlainSplits<kHeadDim>& splits, const PlainCodes& y) {
     extern __shared__ __align__(16) float parts[];
-    __shared__ __align__(16) FewRows<kHeadDim, typename Cache::template Rows<kHeadDim>::New> shared;
+    __shared__ FewQueries<kHeadDim, typename Cache::template Rows<kHeadDim>::New> queries;
+    __shared__ FewWeights shared;
     launch_dependents();
     // Read before the wait: the position and the old slots were written before the last plain launch, and between two
     // tokens there is always one.
@@ -49,5 +47,5 @@ __device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& 
         wait_for_previous();
         return;
     }
-    attend_split_of_row<kHeadDim>(shared, parts, a, row, splits, y, blockIdx.x, blockIdx.y, [] { wait_for_previous(); });
+    attend_split_of_row<kHeadDim>(queries, shared, parts, a, row, splits, y, blockIdx.x, blockIdx.y, [] { wait_for_previous(); });
 }

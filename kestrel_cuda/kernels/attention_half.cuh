@@ -58,35 +58,35 @@ struct Run {
     }
 };
 
+// What one lane puts into an mma as its rows: those of 16 queries by 16 channels, or by 16 slots.
+struct Fragment {
+    u32 words[4];
+};
+
+// Where a word of neighbouring columns 2 * pair and the next of a row lies in its fragments, one for each lane: `steps` of
+// 16 columns before it.
+__device__ inline int fragment_word(int step, int row, int pair) {
+    return (step * kWarp + row % 8 * 4 + pair % 4) * 4 + pair / 4 * 2 + row / 8;
+}
+
+__device__ inline Fragment load_fragment(const u32* words, int step) {
+    const uint4 v = *(const uint4*)(words + (step * kWarp + this_thread() % kWarp) * 4);
+    return {{v.x, v.y, v.z, v.w}};
+}
+
 template <int kHeadDim>
 struct Shape {
     static constexpr int kKeyHalves = kHeadDim >= 32 ? 8 : 4;            // channels a lane reads of a key at a time
     static constexpr int kKeyRuns = kHeadDim / (4 * kKeyHalves);
     static constexpr int kSteps = kHeadDim / 16;                         // mma steps of a score
-    static constexpr int kQueryStride = kHeadDim + 8;                    // halves
+
+    // Which half of a query's fragments a channel is: lane j of four takes kKeyHalves neighbouring ones of a run.
+    __device__ static int query_half(int row, int d) {
+        const int run = d / (4 * kKeyHalves), j = d / kKeyHalves % 4, e = d % kKeyHalves;
+        const int step = run * (kKeyHalves / 4) + e / 4;
+        return fragment_word(step, row, e / 2 % 2 * 4 + j) * 2 + e % 2;
+    }
 };
-
-// Add the weighted values of 16 slots for 8 * kHalves channels, and the weights themselves to `sums`. `values` are this
-// lane's channels of slots 2j, 2j + 1, 2j + 8, 2j + 9; weights the fragment of 16 rows by 16 slots.
-template <int kHalves>
-__device__ inline void add_values(float (&out)[kHalves][4], float (&sums)[4], const u32 (&weights)[4],
-                                  const Run<kHalves> (&values)[4]) {
-#pragma unroll
-    for (int t = 0; t < kHalves; ++t)
-        mma_m16n8k16(out[t], weights, pair_halves(values[0].words[t / 2], values[1].words[t / 2], t % 2),
-                     pair_halves(values[2].words[t / 2], values[3].words[t / 2], t % 2));
-    mma_m16n8k16(sums, weights, kHalfOnes, kHalfOnes);
-}
-
-constexpr int kWeightStride = kSplit + 8;      // halves
-
-__device__ inline void load_weights(u32 (&weights)[4], const u16* rows, int slot) {
-    const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
-    const u16* top = rows + quad * kWeightStride + slot + 2 * j;
-    const u16* bottom = top + 8 * kWeightStride;
-    weights[0] = *(const u32*)top, weights[1] = *(const u32*)bottom;
-    weights[2] = *(const u32*)(top + 8), weights[3] = *(const u32*)(bottom + 8);
-}
 
 // The larger of a value and those of the other three lanes of its row.
 __device__ inline float quad_max(float x) {

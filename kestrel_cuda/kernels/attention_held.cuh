@@ -11,8 +11,23 @@ constexpr int kWarpsPerSubtile = kFewWarps / kSubtiles;
 // Those threads meet; a block may have others (token.cuh).
 __device__ inline void sync_few() { asm volatile("bar.sync 1, %0;" ::"n"(kFewThreads) : "memory"); }
 
-// The first slot of a warp's tile of eight keys: few slots are spread over many warps.
-__device__ inline int tile_slot(int t) { return (t * kFewWarps + (int)threadIdx.x / kWarp) * 8; }
+// Which of those threads this is, and what it has of a split.
+struct FewThread {
+    int index = this_thread();
+
+    __device__ int warp() const { return index / kWarp; }
+    __device__ int lane() const { return index % kWarp; }
+    __device__ int quad() const { return lane() / 4; }
+    __device__ int in_quad() const { return index % 4; }
+
+    // The first slot of a tile of eight keys: few slots are spread over many warps.
+    __device__ int tile_slot(int t) const { return (t * kFewWarps + warp()) * 8; }
+    __device__ bool has_key(int slot) const { return slot / 8 % kFewWarps == warp(); }
+
+    // Of the warps with values: with few slots others than those with keys.
+    __device__ int value_warp() const { return (warp() + kFewWarps / 2) % kFewWarps; }
+    __device__ int subtile() const { return value_warp() / kWarpsPerSubtile; }
+};
 
 template <int kHeadDim>
 struct Parts {
@@ -21,7 +36,8 @@ struct Parts {
     static constexpr int kHalves = kChannels / 8;      // channels a lane reads of a value
 };
 
-// The keys of a warp's slots. Slots from num_known on read as zero.
+// The keys of a warp's slots. Those from num_known on read as zero: nobody asks for their scores, but registers that are not
+// always written would be held from one split to the next.
 template <typename Rows>
 struct Keys;
 
@@ -31,24 +47,27 @@ struct Keys<HalfRows<kHeadDim>> {
     Run<S::kKeyHalves> of[kKeyTiles][S::kKeyRuns];
 
     __device__ void load(const HalfRows<kHeadDim>& k, int num_known) {
-        const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+        const FewThread me;
+        const int j = me.in_quad();
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) {
-            const i64 slot = tile_slot(t) + quad;
+            const int slot = me.tile_slot(t) + me.quad();
 #pragma unroll
-            for (int run = 0; run < S::kKeyRuns; ++run) {
-                if (slot < num_known) of[t][run].load(k.stored_sd + slot * kHeadDim + (run * 4 + j) * S::kKeyHalves);
-                else of[t][run].clear();
-            }
+            for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].clear();
+            if (slot >= num_known) continue;
+#pragma unroll
+            for (int run = 0; run < S::kKeyRuns; ++run)
+                of[t][run].load(k.stored_sd + slot * kHeadDim + (run * 4 + j) * S::kKeyHalves);
         }
     }
 
-    // Put in the key of one more slot, from shared memory.
+    // Put in the key of one more slot, which is this warp's, from shared memory.
     __device__ void put(const HalfRow<kHeadDim>& key, int new_slot) {
-        const int quad = threadIdx.x % kWarp / 4, j = threadIdx.x % 4;
+        const FewThread me;
+        const int j = me.in_quad();
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t)
-            if (tile_slot(t) + quad == new_slot)
+            if (me.tile_slot(t) + me.quad() == new_slot)
 #pragma unroll
                 for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].load(key.stored + (run * 4 + j) * S::kKeyHalves);
     }
@@ -66,25 +85,22 @@ struct Keys<Int8Rows<kHeadDim>> {
     Run<kGroups> scales[kKeyTiles];
 
     __device__ void load(const Int8Rows<kHeadDim>& k, int num_known) {
-        const int quad = threadIdx.x % kWarp / 4;
+        const FewThread me;
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) {
-            const i64 slot = tile_slot(t) + quad;
-            if (slot < num_known) {
-                load_slot(t, k.stored_sd + slot * kHeadDim, k.scales_sg + slot * kGroups);
-            } else {
-                scales[t].clear();
+            const int slot = me.tile_slot(t) + me.quad();
+            scales[t].clear();
 #pragma unroll
-                for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].clear();
-            }
+            for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].clear();
+            if (slot < num_known) load_slot(t, k.stored_sd + slot * kHeadDim, k.scales_sg + slot * kGroups);
         }
     }
 
     __device__ void put(const Int8Row<kHeadDim>& key, int new_slot) {
-        const int quad = threadIdx.x % kWarp / 4;
+        const FewThread me;
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t)
-            if (tile_slot(t) + quad == new_slot) load_slot(t, key.stored, key.scales);
+            if (me.tile_slot(t) + me.quad() == new_slot) load_slot(t, key.stored, key.scales);
     }
 
     __device__ u32 word(int t, int run, int i) const {
@@ -92,56 +108,68 @@ struct Keys<Int8Rows<kHeadDim>> {
     }
 
     __device__ void load_slot(int t, const i8* codes_d, const u16* scales_g) {
+        const FewThread me;
         scales[t].load(scales_g);
 #pragma unroll
-        for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].load(codes_d + (run * 4 + threadIdx.x % 4) * S::kKeyHalves);
+        for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].load(codes_d + (run * 4 + me.in_quad()) * S::kKeyHalves);
     }
 };
 
 // Which slots of a warp's subtile, and which part of the channels, a lane has of the values.
 template <int kHeadDim>
 struct ValuePlace {
-    __device__ static int slot(int step, int i) {
-        return threadIdx.x / kWarp / kWarpsPerSubtile * kSubtile + step * 16 + 2 * (threadIdx.x % 4) + i % 2 + i / 2 * 8;
-    }
+    FewThread me;
 
-    __device__ static int channel() {
-        return threadIdx.x / kWarp % Parts<kHeadDim>::kNum * Parts<kHeadDim>::kChannels +
-               threadIdx.x % kWarp / 4 * Parts<kHeadDim>::kHalves;
+    __device__ int first_slot() const { return me.subtile() * kSubtile + 2 * me.in_quad(); }
+
+    // Entry `i` of a step, from the first slot on.
+    __device__ static constexpr int slot(int step, int i) { return step * 16 + i % 2 + i / 2 * 8; }
+
+    __device__ int channel() const {
+        return me.value_warp() % Parts<kHeadDim>::kNum * Parts<kHeadDim>::kChannels + me.quad() * Parts<kHeadDim>::kHalves;
     }
 };
 
-// The values of a warp's subtile for its part of the channels; likewise.
+// The values of a warp's subtile for its part of the channels. Slots from num_slots on read as zero.
 template <typename Rows>
 struct Values;
 
+// Entries of neighbouring slots are put side by side, as an mma takes them, by `pair`, when they are there.
 template <int kHeadDim>
 struct Values<HalfRows<kHeadDim>> {
     using Place = ValuePlace<kHeadDim>;
     static constexpr int kHalves = Parts<kHeadDim>::kHalves;
     Run<kHalves> of[4][4];
+    u32 pairs[4][2][kHalves];          // instead of `of`: of slots 2j and 2j + 1, and of the two eight further
 
-    __device__ void load(const HalfRows<kHeadDim>& v, int num_known) {
+    __device__ void load(const HalfRows<kHeadDim>& v, int num_slots) {
+        const Place place;
+        const int first = place.first_slot();
+        const u16* from = v.stored_sd + first * kHeadDim + place.channel();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int s = Place::slot(step, i);
-                if (s < num_known) of[step][i].load(v.stored_sd + (i64)s * kHeadDim + Place::channel());
+                if (first + Place::slot(step, i) < num_slots) of[step][i].load(from + Place::slot(step, i) * kHeadDim);
                 else of[step][i].clear();
             }
     }
 
-    __device__ void put(const HalfRow<kHeadDim>& value, int new_slot) {
+    __device__ void pair() {
 #pragma unroll
         for (int step = 0; step < 4; ++step)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (Place::slot(step, i) == new_slot) of[step][i].load(value.stored + Place::channel());
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int t = 0; t < kHalves; ++t)
+                    pairs[step][half][t] = pair_halves(of[step][2 * half].words[t / 2], of[step][2 * half + 1].words[t / 2], t % 2);
     }
 
+    // Add the weighted values of a step's 16 slots, and the weights themselves to `sums`.
     __device__ void add(float (&out)[kHalves][4], float (&sums)[4], const u32 (&weights)[4], int step) const {
-        add_values(out, sums, weights, of[step]);
+#pragma unroll
+        for (int t = 0; t < kHalves; ++t) mma_m16n8k16(out[t], weights, pairs[step][0][t], pairs[step][1][t]);
+        mma_m16n8k16(sums, weights, kHalfOnes, kHalfOnes);
     }
 };
 
@@ -154,43 +182,33 @@ struct Values<Int8Rows<kHeadDim>> {
     CodeRun<kHalves> of[4][4];
     u32 scales;
 
-    __device__ static int group() { return Place::channel() / kCacheGroup; }
-
-    __device__ static int scale_slot() {
-        return threadIdx.x / kWarp / kWarpsPerSubtile * kSubtile + 2 * (threadIdx.x % kWarp);
-    }
-
-    __device__ void load(const Int8Rows<kHeadDim>& v, int num_known) {
+    __device__ void load(const Int8Rows<kHeadDim>& v, int num_slots) {
+        const Place place;
+        const int first = place.first_slot();
+        const i8* from = v.stored_sd + first * kHeadDim + place.channel();
 #pragma unroll
         for (int step = 0; step < 4; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int s = Place::slot(step, i);
-                if (s < num_known) of[step][i].load(v.stored_sd + (i64)s * kHeadDim + Place::channel());
+                if (first + Place::slot(step, i) < num_slots) of[step][i].load(from + Place::slot(step, i) * kHeadDim);
                 else of[step][i].clear();
             }
-        const u16* at = v.scales_sg + (i64)scale_slot() * kGroups + group();
-        const u32 even = scale_slot() < num_known ? at[0] : 0u, odd = scale_slot() + 1 < num_known ? at[kGroups] : 0u;
+        const int scale_slot = place.me.subtile() * kSubtile + 2 * place.me.lane();
+        const u16* at = v.scales_sg + scale_slot * kGroups + place.channel() / kCacheGroup;
+        const u32 even = scale_slot < num_slots ? at[0] : 0u, odd = scale_slot + 1 < num_slots ? at[kGroups] : 0u;
         scales = even | odd << 16;
     }
 
-    __device__ void put(const Int8Row<kHeadDim>& value, int new_slot) {
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (Place::slot(step, i) == new_slot) of[step][i].load(value.stored + Place::channel());
-        // Slots after it are not there, so that nothing is lost with the upper half.
-        if (scale_slot() == new_slot) scales = value.scales[group()];
-        if (scale_slot() + 1 == new_slot) scales = (scales & 0xffffu) | (u32)value.scales[group()] << 16;
-    }
+    // Codes stay codes until their mma.
+    __device__ void pair() {}
 
     __device__ void add(float (&out)[kHalves][4], float (&sums)[4], const u32 (&weights)[4], int step) const {
+        const FewThread me;
         u32 pairs[2][kHalves];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             // Of a pair of slots, the channels side by side: what an mma takes as a word.
-            const u32 scale_pair = __shfl_sync(0xffffffffu, scales, step * 8 + half * 4 + threadIdx.x % 4);
+            const u32 scale_pair = __shfl_sync(0xffffffffu, scales, step * 8 + half * 4 + me.in_quad());
             const u32 even = biased_codes(of[step][2 * half].words[0]), odd = biased_codes(of[step][2 * half + 1].words[0]);
             const u32 lower = __byte_perm(even, odd, 0x5140), upper = __byte_perm(even, odd, 0x7362);
 #pragma unroll

@@ -38,6 +38,13 @@ __device__ inline u16 float_to_half(float f) {
 
 __device__ inline float bf16_to_float(u16 b) { return __uint_as_float((u32)b << 16); }
 
+// Entry `at` of a table of kind 0 bf16, 1 f16, 2 f32.
+__device__ inline float table_entry(const void* table, int kind, i64 at) {
+    if (kind == 0) return bf16_to_float(((const u16*)table)[at]);
+    if (kind == 1) return half_to_float(((const u16*)table)[at]);
+    return ((const float*)table)[at];
+}
+
 // Sum over the 32 lanes; every lane gets the same bits (a butterfly adds the same pairs on both sides).
 __device__ inline float warp_sum(float x) {
 #pragma unroll
@@ -49,6 +56,15 @@ __device__ inline float warp_max(float x) {
 #pragma unroll
     for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
     return x;
+}
+
+// This thread, asked for anew: what depends on it is computed where it stands. Otherwise a compiler computes it ahead of the
+// loop around it and keeps it in registers, or in memory where there are none left.
+__device__ inline int this_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    __builtin_assume(thread >= 0 && thread < 1024);
+    return thread;
 }
 
 // Shared memory by its own addresses: sums of them with constants cost nothing.

@@ -86,6 +86,13 @@ struct Int8Row {
     }
 };
 
+// Have the first `num_bytes` from an address on in the second-level cache, a line a thread. Every thread of a block of enough
+// takes part.
+__device__ inline void prefetch_lines(const void* from, int num_bytes) {
+    const int at = this_thread() * 128;
+    if (at < num_bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8*)from + at));
+}
+
 // A kv head's rows from some slot on, to be read. Offsets into a cache count channels.
 template <int kHeadDim>
 struct HalfRows {
@@ -93,6 +100,7 @@ struct HalfRows {
     const u16* stored_sd;
 
     __device__ HalfRows from(i64 at) const { return {stored_sd + at}; }
+    __device__ void prefetch(int num_slots) const { prefetch_lines(stored_sd, num_slots * kHeadDim * 2); }
 };
 
 template <int kHeadDim>
@@ -103,6 +111,9 @@ struct Int8Rows {
     const u16* scales_sg;
 
     __device__ Int8Rows from(i64 at) const { return {stored_sd + at, scales_sg + at / kCacheGroup}; }
+    __device__ void prefetch(int num_slots) const {
+        prefetch_lines(stored_sd, num_slots * kHeadDim), prefetch_lines(scales_sg, num_slots * kGroups * 2);
+    }
 };
 
 // Keys or values of one layer, [kv_heads][ctx] rows, to be read and written.
@@ -117,8 +128,18 @@ struct HalfCache {
         return {stored + at};
     }
 
+    // Entry `at`, by a warp that puts 32 neighbouring ones.
+    __device__ void put(i64 at, float x) const { stored[at] = saturated_half(x); }
+
+    // Copy a row from shared memory to entry `at` on, by a warp.
     template <int kHeadDim>
-    __device__ void store_scales(i64, const HalfRow<kHeadDim>&) const {}
+    __device__ void put(i64 at, const HalfRow<kHeadDim>& row) const {
+#pragma unroll
+        for (int first = 0; first < kHeadDim; first += kWarp) {
+            const int d = first + this_thread() % kWarp;
+            if (d < kHeadDim) stored[at + d] = row.stored[d];
+        }
+    }
 };
 
 struct Int8Cache {
@@ -133,8 +154,17 @@ struct Int8Cache {
         return {stored + at, scales + at / kCacheGroup};
     }
 
+    __device__ void put(i64 at, float x) const {
+        u16 scale;
+        stored[at] = quantize_entry(x, scale);
+        if (at % kCacheGroup == 0) scales[at / kCacheGroup] = scale;
+    }
+
     template <int kHeadDim>
-    __device__ void store_scales(i64 to, const Int8Row<kHeadDim>& row) const {
-        if (threadIdx.x < kHeadDim / kCacheGroup) scales[to / kCacheGroup + threadIdx.x] = row.scales[threadIdx.x];
+    __device__ void put(i64 at, const Int8Row<kHeadDim>& row) const {
+        const int lane = this_thread() % kWarp;
+#pragma unroll
+        for (int first = 0; first < kHeadDim; first += kWarp) stored[at + first + lane] = row.stored[first + lane];
+        if (lane < kHeadDim / kCacheGroup) scales[at / kCacheGroup + lane] = row.scales[lane];
     }
 };

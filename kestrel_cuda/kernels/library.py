@@ -330,7 +330,9 @@ class KernelLibrary:
             with self._lock:
                 if self._modules.get(file) is mine:
                     del self._modules[file]
-            mine.set_exception(error if isinstance(error, Exception) else DeviceError(f"{file}.cu: interrupted"))
+            if not mine.done():
+                interrupted = DeviceError(f"{file}.cu: interrupted")
+                mine.set_exception(error if isinstance(error, Exception) else interrupted)
             raise
         return begun.result()
 

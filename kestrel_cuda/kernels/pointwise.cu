@@ -6,14 +6,7 @@
 extern "C" __global__ void __launch_bounds__(256)
 embed_rows(const void* table, const int* tokens, const int* position, float* h_mk, int table_kind, int k) {
     const i64 token = tokens[*position + (int)blockIdx.x];
-    for (int i = threadIdx.x; i < k; i += blockDim.x) {
-        const i64 at = token * k + i;
-        float x;
-        if (table_kind == 0) x = bf16_to_float(((const u16*)table)[at]);
-        else if (table_kind == 1) x = half_to_float(((const u16*)table)[at]);
-        else x = ((const float*)table)[at];
-        h_mk[(i64)blockIdx.x * k + i] = x;
-    }
+    for (int i = threadIdx.x; i < k; i += blockDim.x) h_mk[(i64)blockIdx.x * k + i] = table_entry(table, table_kind, token * k + i);
 }
 
 // gate_up [m][ld]: gate in columns 0..k, up from up_column -> codes_mk, scales_mg. Grid: (ceil(k_padded / 1024), m).
@@ -69,6 +62,8 @@ extern "C" __global__ void __launch_bounds__(256)
 argmax_partial(const float* logits_v, float* best_b, int* best_id_b, int v) {
     __shared__ float values[8];
     __shared__ int ids[8];
+    launch_dependents();
+    wait_for_previous();
     float best = 0.0f;
     int best_id = -1;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < v; i += gridDim.x * blockDim.x) {
@@ -90,6 +85,8 @@ argmax_final(const float* best_b, const int* best_id_b, int* tokens, int* positi
              int num_blocks, int num_rows) {
     __shared__ float values[8];
     __shared__ int ids[8];
+    launch_dependents();
+    wait_for_previous();
     float best = 0.0f;
     int best_id = -1;
     for (int i = threadIdx.x; i < num_blocks; i += blockDim.x) take_better(best, best_id, best_b[i], best_id_b[i]);

@@ -54,6 +54,14 @@ __device__ inline void load_shared(float& v, u32 at) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
 }
 
+__device__ inline void load_shared(int& v, u32 at) {
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+}
+
+__device__ inline void store_shared(u32 at, i8 v) { asm volatile("st.shared.s8 [%0], %1;" ::"r"(at), "r"((int)v) : "memory"); }
+
+__device__ inline void store_shared(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+
 __device__ inline void store_shared(u32 at, const float4& v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
@@ -121,16 +129,17 @@ struct Ring {
     static constexpr int kCodesBytes = kBoxItems * kGroupsPerPiece * kWords * kRowBytes;
     static constexpr int kSlotBytes = kCodesBytes + kBoxItems * kGroupsPerPiece * kWarp * 2;
 
-    u32 slots, full, empty;            // boxes, and barriers of each
+    u32 slots;                         // shared addresses
     int num_slots;
 
-    // Its barriers lie behind its slots.
-    __device__ Ring(u32 at, int n) : slots(at), full(at + n * kSlotBytes), empty(full + n * 8), num_slots(n) {}
+    // Barriers lie behind the slots: one that a box is full, one that it is empty.
+    __device__ u32 full(int slot) const { return slots + num_slots * kSlotBytes + slot * 8; }
+    __device__ u32 empty(int slot) const { return full(num_slots + slot); }
 
     // By every thread of the block, before any of them meets.
     __device__ void init() const {
         if ((int)threadIdx.x < 2 * num_slots) {
-            init_barrier(full + threadIdx.x * 8, (int)threadIdx.x < num_slots ? 1 : kBoxItems);
+            init_barrier(full(threadIdx.x), (int)threadIdx.x < num_slots ? 1 : kBoxItems);
             publish_barriers();
         }
     }
@@ -151,13 +160,13 @@ struct Ring {
         int slot = 0, parity = 1, behind = 0, behind_parity = 0, on_their_way = 0;
         u32 box = order[2];
         while (true) {
-            wait_barrier(empty + slot * 8, parity);
+            wait_barrier(empty(slot), parity);
             while (on_their_way >= (*is_summing ? most_while_summing : kMostWhileWaiting)) {
-                wait_barrier(full + behind * 8, behind_parity);
+                wait_barrier(full(behind), behind_parity);
                 --on_their_way;
                 if (++behind == num_slots) behind = 0, behind_parity ^= 1;
             }
-            const u32 barrier = full + slot * 8, to = slots + slot * kSlotBytes;
+            const u32 barrier = full(slot), to = slots + slot * kSlotBytes;
             const u8* map = copy_maps + (4 * layer + (box >> kKindBit)) * 256;
             const int column = (box & 0xffff) * kColumns, item = box >> kItemBit & 0xff;
             expect_bytes(barrier, kSlotBytes);
@@ -183,15 +192,15 @@ struct Ring {
 
     // Item `i` of the `own` that follow one another from some box on; it is in the box at `place`.
     __device__ void take(Part<Weights>& part, Place place, int i, int own, int gate_up) const {
-        const int lane = threadIdx.x % kWarp, piece = i % kBoxItems >> gate_up, half = i & gate_up;
+        const int lane = this_thread() % kWarp, piece = i % kBoxItems >> gate_up, half = i & gate_up;
         const int group = (piece * kGroupsPerPiece + lane / 8) << gate_up, q = lane % 8;
         const u32 box = slots + place.slot * kSlotBytes;
         const u32 row = box + (group * kWords + half) * kRowBytes + q * 16;
         const u32 scale_row = box + kCodesBytes + (group + half) * (kRowBytes / 2) + q * 8;
-        wait_barrier(full + place.slot * 8, place.parity);
+        wait_barrier(full(place.slot), place.parity);
         part.load(row, kRowBytes << gate_up, scale_row);
         __syncwarp();
         // The last item stands for those that its box has no more.
-        if (lane == 0) arrive_times(empty + place.slot * 8, i == own - 1 ? kBoxItems - i % kBoxItems : 1);
+        if (lane == 0) arrive_times(empty(place.slot), i == own - 1 ? kBoxItems - i % kBoxItems : 1);
     }
 };

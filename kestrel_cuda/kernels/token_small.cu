@@ -7,6 +7,7 @@
 #include "attention_held.cuh"
 #include "attention_few.cuh"
 #include "token_words.cuh"
+#include "token_merge.cuh"
 #include "barriers.cuh"
 #include "warpgroup.cuh"
 #include "token_ring.cuh"

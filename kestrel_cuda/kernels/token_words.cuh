@@ -35,7 +35,7 @@ struct FlaggedRow {
 
     template <int kChannels>
     __device__ void load(float (&x)[kChannels], int column, int count) const {
-        const int lane = threadIdx.x % kWarp;
+        const int lane = this_thread() % kWarp;
         const u64* from = words + column + lane;
         Word word[kChannels];
 #pragma unroll
@@ -55,32 +55,18 @@ struct FlaggedRow {
     }
 };
 
-// What the splits of a head hand on, as flagged words [heads][num_splits][d, then maximum and sum]; the last one merges.
+// What the splits of a head hand on, as flagged words [heads][num_splits][d, then maximum and sum], for others to merge
+// (token_merge.cuh).
 template <int kHeadDim>
 struct FlaggedSplits {
     u64* words;
     int num_splits;
     u32 epoch;
 
-    struct Part {
-        Word max, sum, out;
-    };
-
     __device__ u64* at(int head, int split) const { return words + ((i64)head * num_splits + split) * (kHeadDim + 2); }
     __device__ void put(int head, int split, int d, float out) const { publish(at(head, split) + d, out, epoch); }
     __device__ void put_weights(int head, int split, float max, float sum) const {
         publish(at(head, split) + kHeadDim, max, epoch), publish(at(head, split) + kHeadDim + 1, sum, epoch);
-    }
-    __device__ bool merges(int, int split, int used_splits) const { return split == used_splits - 1; }
-    __device__ void fetch(Part& part, int head, int split, int d) const {
-        const u64* from = at(head, split);
-        part.max.load(from + kHeadDim), part.sum.load(from + kHeadDim + 1), part.out.load(from + d);
-    }
-    template <typename Merge>
-    __device__ void add(Merge& merged, Part& part, int head, int split, int d) const {
-        const u64* from = at(head, split);
-        const u32 max = part.max.await(from + kHeadDim, epoch), sum = part.sum.await(from + kHeadDim + 1, epoch);
-        merged.add(__uint_as_float(max), __uint_as_float(sum), __uint_as_float(part.out.await(from + d, epoch)));
     }
 };
 
@@ -90,7 +76,7 @@ struct FlaggedCodes {
     u32 epoch;
 
     __device__ void put(int group, int code, float scale) const {
-        const u32 byte = code & 0xff, lane = threadIdx.x % kWarp;
+        const u32 byte = code & 0xff, lane = this_thread() % kWarp;
         const u32 pair = byte | __shfl_down_sync(0xffffffffu, byte, 1) << 8;
         const u32 word = pair | __shfl_down_sync(0xffffffffu, pair, 2) << 16;
         if (lane % 4 == 0) publish(codes + group * (kGroup / 4) + lane / 4, word, epoch);

@@ -60,6 +60,7 @@ class Unquantized:
     """What is never quantized: embedding rows in their stored dtype and the norms in float32."""
 
     embedding: Array
+    has_embedding_on_device: bool
     layers: tuple[LayerNorms, ...]
     final_k: Array
 
@@ -168,7 +169,8 @@ class TextModel:
         if self.wants_whole_token and self._whole_token is None:
             decoder = self._decoder(slabs, lm_head)
             self._whole_token = self._backend.whole_token(decoder) if decoder is not None else None
-        self._backend.embed(self._fixed.embedding, state, self.h_mk, 1)
+        if self._whole_token is None or not self._fixed.has_embedding_on_device:
+            self._backend.embed(self._fixed.embedding, state, self.h_mk, 1)
         if self._whole_token is not None:
             self._whole_token(state)
             return
@@ -203,6 +205,7 @@ class TextModel:
             lm_head=lm_head,
             final_norm_k=self._fixed.final_k,
             heads=self._heads,
+            embedding=self._fixed.embedding if self._fixed.has_embedding_on_device else None,
             h_mk=self.h_mk,
             logits_mv=self.logits_mv,
         )

@@ -28,9 +28,11 @@ from tests.kernel_sources import (
     FakeLibrary,
     constants,
     expanded,
-    few_rows_bytes,
+    few_queries_bytes,
+    few_weights_bytes,
     launch_bounds,
     many_rows_bytes,
+    struct_bytes,
     tile_stage_bytes,
 )
 
@@ -226,8 +228,9 @@ def test_kernels_that_start_early_wait(launched: FakeLibrary) -> None:
         text = expanded(name)
         bodies = dict(re.findall(r"inline void (\w+)\(.*?\) \{\n(.*?)^\}", text, re.M | re.S))
         for kernel, body in re.findall(r"\b(\w+)\([^()]*\)\s*\{\s*(.*?)^ *\}", text, re.M | re.S):
-            if kernel in ALL_KERNELS and (called := re.search(r"(\w+)<[^>]*>\([^;]*\);\s*$", body)):
-                code = bodies.get(called[1], "")
+            if kernel in ALL_KERNELS:
+                called = re.search(r"(\w+)<[^>]*>\([^;]*\);\s*$", body)
+                code = bodies.get(called[1], "") if called else body
                 if "wait_for_previous();" in code:
                     assert code.count("launch_dependents();") == 1, kernel
                     assert code.index("launch_dependents();") < code.index("wait_for_previous();"), kernel
@@ -333,5 +336,8 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert asked[f"attend_patches_warpgroups_{d}"] == {-(-whole // 1024) * 1024}
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
-        few = -(-few_rows_bytes("token", "f16", d) // 16) * 16
-        assert cuda_token.few_rows_bytes(d, group) == few + 4 * c["kSubtiles"] * group * d
+        assert cuda_token.few_queries_bytes(d) == few_queries_bytes("token", "f16", d)
+        parts_bytes = 4 * c["kSubtiles"] * group * d
+        assert cuda_token.few_weights_bytes(d, group) == few_weights_bytes("token") + parts_bytes
+        merge_bytes = struct_bytes("token", "MergeRoom", d) + 16 * constants("token")["kMergedSplits"]
+        assert merge_bytes <= few_weights_bytes("token"), "splits are merged where weights were"

@@ -56,7 +56,8 @@ def test_every_column_and_piece_is_in_one_item(cuts: list[Any]) -> None:
 
 
 def num_slots(token: Any, cuts: list[Any], element: Element) -> int:
-    fixed = token.table_bytes(cuts, LAYERS, MULTIPROCESSORS) + token.least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
+    fixed = token.table_bytes(cuts, LAYERS, MULTIPROCESSORS, HEAD_DIM)
+    fixed += token.least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
     return int((BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (token.slot_bytes(element) + 2 * 8))
 
 
