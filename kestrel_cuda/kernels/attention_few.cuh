@@ -15,7 +15,10 @@ struct Rotation {
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) weight[i] = lane + i * kWarp < kHeadDim ? weight_d[lane + i * kWarp] : 0.0f;
 #pragma unroll
-        for (int i = 0; i < kAngles; ++i) cosine[i] = cos_d[(lane + i * kWarp) % kHalf], sine[i] = sin_d[(lane + i * kWarp) % kHalf];
+        for (int i = 0; i < kAngles; ++i) {
+            const int pair = (lane + i * kWarp) % kHalf;
+            cosine[i] = cos_d[pair], sine[i] = sin_d[pair];
+        }
     }
 
     template <typename Put>
@@ -286,8 +289,9 @@ struct PlainSplits {
 };
 
 // One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, where there is one
-// split or `splits` has them merged here by one of their blocks, the activation codes. Keys are read first, then `wait` is called, then the row is read.
-// `parts`: 4 * queries_per_kv * d floats of shared memory. `queries` are written before any barrier, the rest after one.
+// split or `splits` has them merged here by one of their blocks, the activation codes. Keys are read first, then `wait` is
+// called, then the row is read. `parts`: 4 * queries_per_kv * d floats of shared memory. `queries` are written before any
+// barrier, the rest behind one.
 template <int kHeadDim, typename NewRow, typename Cache, typename Row, typename Splits, typename Codes, typename Wait>
 __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries, FewWeights& shared, float* parts,
                                            const RowAttention<Cache>& a, const Row& row, const Splits& splits, const Codes& y,
@@ -313,7 +317,7 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
     if (is_played(first_role)) rotation.fetch(first_role == kNewKey ? a.k_norm_d : a.q_norm_d, cos_d, sin_d);
     wait();
 
-    for (int role = first_role; is_played(role) || role < kFirstQuery; role += kFewWarps) {
+    for (int role = first_role; role < num_roles; role += kFewWarps) {
         if (!is_played(role)) continue;
         if (role >= kFewWarps) rotation.fetch(a.q_norm_d, cos_d, sin_d);
         const int query = role - kFirstQuery;
@@ -348,7 +352,8 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
         for (int i = this_thread(); i < num_values; i += kFewThreads) {
             const int r = i / kHeadDim, d = i % kHeadDim;
             splits.put(first_head + r, split, d, add_subtiles(parts + i, num_values, num_slots));
-            if (d == 0) splits.put_weights(first_head + r, split, shared.row_max[r], add_subtiles(shared.sums[r], 1, num_slots));
+            if (d != 0) continue;
+            splits.put_weights(first_head + r, split, shared.row_max[r], add_subtiles(shared.sums[r], 1, num_slots));
         }
         if constexpr (!Splits::kMergesHere) return;
         else if (!splits.merges(kv_head, split, used_splits)) return;
@@ -358,9 +363,11 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
         RunningMerge merged;
         if constexpr (Splits::kMergesHere)
             if (used_splits > 1) merged = splits.merged(head, d, used_splits);
-        // What a merge with nothing gives.
-        if (used_splits == 1)
-            merged.sum = add_subtiles(shared.sums[r], 1, num_slots), merged.out = add_subtiles(parts + i, num_values, num_slots);
+        if (used_splits == 1) {
+            // What a merge with nothing gives.
+            merged.sum = add_subtiles(shared.sums[r], 1, num_slots);
+            merged.out = add_subtiles(parts + i, num_values, num_slots);
+        }
         float scale;
         const int code = quantize_in_group(div_rn(merged.out, merged.sum), scale);
         y.put((kv_head * num_values + i) / kGroup, code, scale);

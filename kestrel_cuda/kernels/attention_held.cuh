@@ -161,8 +161,10 @@ struct Values<HalfRows<kHeadDim>> {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int t = 0; t < kHalves; ++t)
-                    pairs[step][half][t] = pair_halves(of[step][2 * half].words[t / 2], of[step][2 * half + 1].words[t / 2], t % 2);
+                for (int t = 0; t < kHalves; ++t) {
+                    const Run<kHalves>&even = of[step][2 * half], &odd = of[step][2 * half + 1];
+                    pairs[step][half][t] = pair_halves(even.words[t / 2], odd.words[t / 2], t % 2);
+                }
     }
 
     // Add the weighted values of a step's 16 slots, and the weights themselves to `sums`.

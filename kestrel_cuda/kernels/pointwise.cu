@@ -6,7 +6,8 @@
 extern "C" __global__ void __launch_bounds__(256)
 embed_rows(const void* table, const int* tokens, const int* position, float* h_mk, int table_kind, int k) {
     const i64 token = tokens[*position + (int)blockIdx.x];
-    for (int i = threadIdx.x; i < k; i += blockDim.x) h_mk[(i64)blockIdx.x * k + i] = table_entry(table, table_kind, token * k + i);
+    for (int i = threadIdx.x; i < k; i += blockDim.x)
+        h_mk[(i64)blockIdx.x * k + i] = table_entry(table, table_kind, token * k + i);
 }
 
 // gate_up [m][ld]: gate in columns 0..k, up from up_column -> codes_mk, scales_mg. Grid: (ceil(k_padded / 1024), m).

@@ -216,7 +216,9 @@ struct AttentionWords {
         FlaggedRow{token.qkv_words, epoch}.load(x, column, count);
     }
     __device__ void put(int head, int split, int d, float out) const { splits().put(head, split, d, out); }
-    __device__ void put_weights(int head, int split, float max, float sum) const { splits().put_weights(head, split, max, sum); }
+    __device__ void put_weights(int head, int split, float max, float sum) const {
+        splits().put_weights(head, split, max, sum);
+    }
     __device__ void put(int group, int code, float scale) const { codes().put(group, code, scale); }
 };
 
@@ -304,10 +306,11 @@ __device__ inline void decode_token(const Token& given) {
         const int warp = this_thread() / kWarp, lane = this_thread() % kWarp;
         int stage;
         load_shared(stage, shared_address(&stages[warp]));
-        __syncwarp();
         const int layer = stage / kLayerStages, step = stage % kLayerStages;
         if (layer == token.num_layers && step > 0) break;
+        __syncwarp();
         if (lane == 0) stages[warp] = stage + 1;
+        __syncwarp();
         auto pointers = [&] { return (const u64*)(bytes + room.pointers) + layer * kLayerPointers; };
         // Words are written once a layer, those of the residual twice.
         auto epoch = [&] { return first_epoch + layer + 1; };

@@ -91,8 +91,8 @@ struct Summer {
     template <typename Finish>
     __device__ void sum(const Codes& x, u32 buffers, u64* const& half_words, u32 epoch, Finish finish) {
         const int warp = this_thread() / kWarp, lane = this_thread() % kWarp;
-        // Where four columns of a piece's sums go, and whence a lane adds those of its column. What of the cut is not needed for
-        // every item is read when it is needed: registers are scarce.
+        // Where four columns of a piece's sums go, and whence a lane adds those of its column. What of the cut is not needed
+        // for every item is read when it is needed: registers are scarce.
         const int items_are_pairs = cut.items_are_pairs, gate_up = cut.gate_up, row_bytes = cut.width() * 4;
         const int column = lane % 8 * 4, to = (items_are_pairs ? column % kColumns : column) * 4;
         auto own_column = [&] { return lane % (cut.items_are_pairs ? kColumns : kWarp) * 4; };
@@ -145,7 +145,8 @@ struct Summer {
             float total = __uint_as_float(lower[0].await(half(), epoch));
             float up = __uint_as_float(lower[1].await(half() + kWarp, epoch));
             const int lower_pieces = cut.half_pieces();
-            add_pieces<true>(whole(2) + own_column() + lower_pieces * row_bytes, row_bytes, cut.num_pieces - lower_pieces, total, up);
+            const u32 from = whole(2) + own_column() + lower_pieces * row_bytes;
+            add_pieces<true>(from, row_bytes, cut.num_pieces - lower_pieces, total, up);
             finish(round, cut.num_whole() + blockIdx.x / 2, lane, total, up);
         }
     }

@@ -16,6 +16,7 @@ import pytest
 from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.engine import Engine
 from scripts.make_tiny_model import make_tiny_checkpoint
+from tests.checkpoints import edit_json
 from tests.compare import assert_close
 from tests.engines import QUANTS, Run, assert_bytes_moved, generate, head_bytes, layer_bytes, random_ids
 
@@ -339,16 +340,20 @@ class TestOnTheGpu:
             {"hidden_size": 2304, "num_heads": 8, "head_dim": 64, "intermediate_size": 640},
             {"hidden_size": 384, "num_heads": 4, "head_dim": 64, "intermediate_size": 4608},
             {"hidden_size": 2048, "num_heads": 4, "head_dim": 128, "intermediate_size": 4608},
+            {"hidden_size": 256, "num_heads": 32, "head_dim": 128, "intermediate_size": 256},
+            {"hidden_size": 256, "num_heads": 48, "num_kv_heads": 4, "head_dim": 128, "intermediate_size": 256},
         ],
-        ids=["128", "256", "2048", "2304", "384-halved", "2048-halved"],
+        ids=["128", "256", "2048", "2304", "384-halved", "2048-halved", "16-queries", "192-groups"],
     )
     @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
     def test_a_token_in_one_launch_and_in_many(
         self, load_on_gpu: Load, tmp_path: Path, sizes: dict[str, int], quant: Quant
     ) -> None:
         """Over a cache of one split and of two, with linears cut in every way; o and down that would be cut differently
-        each by itself (128); and, on 132 multiprocessors, sets of gate and up that two blocks share (halved)."""
-        model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, num_kv_heads=2, **sizes)
+        each by itself (128); on 132 multiprocessors, sets of gate and up that two blocks share (halved), and more
+        groups of channels to merge than blocks (192-groups)."""
+        sizes = {"num_kv_heads": 2} | sizes
+        model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, **sizes)
         prompt = random_ids(240, seed=6)
         engine = load_on_gpu(model, quant=quant, keep=0, ctx=300)
         whole = generate(engine, prompt, 40)
@@ -359,6 +364,20 @@ class TestOnTheGpu:
         assert_same_bits(generate(in_many, prompt, 40), whole)
         assert in_many._model is not None
         assert not in_many._model.has_whole_token
+
+    def test_more_splits_than_are_fetched_at_a_time(self, load_on_gpu: Load, tmp_path: Path) -> None:
+        """64 of 256 slots are (kernels/token_merge.cuh); and several splits a block."""
+        sizes = {"hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "intermediate_size": 256}
+        model = make_tiny_checkpoint(tmp_path / "m", num_layers=2, with_vision=False, **sizes)
+        edit_json(model / "config.json", {"text_config.max_position_embeddings": 1 << 15})
+        prompt = random_ids(65 * 256 - 2, seed=7)
+        engine = load_on_gpu(model, quant=Quant.Q8_0, keep=0, ctx=65 * 256 + 8)
+        whole = generate(engine, prompt, 5)
+        assert engine._model is not None
+        if not engine._model.has_whole_token:
+            pytest.skip("this card takes a token in several launches")
+        in_many = load_on_gpu(model, quant=Quant.Q8_0, keep=0, ctx=65 * 256 + 8, whole_token=False)
+        assert_same_bits(generate(in_many, prompt, 5), whole)
 
     def test_an_int8_cache_is_served_in_several_launches(self, load_on_gpu: Load, wide_model: Path) -> None:
         engine = load_on_gpu(wide_model, quant=Quant.Q8_0, kv=KvDtype.Q8, keep=0, ctx=CTX, whole_token=True)
