@@ -104,6 +104,8 @@ class FakeBackend:
         self._released.discard(id(slab))
 
     def release(self, slab: Slab) -> None:
+        """After the last step that reads it: what is copied there next waits for the steps submitted by then."""
+        assert id(slab) not in self._released, "released anew, so that a copy waits for steps that do not read the slab"
         self._readable.discard(id(slab))
         self._released.add(id(slab))
 

@@ -18,7 +18,7 @@ from kestrel_cuda.model.vision import feature_bytes
 from kestrel_cuda.model.vision_weights import tower_weight_bytes
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from tests.checkpoints import RELEASED_TOWER
-from tests.engines import generate
+from tests.engines import assert_bytes_moved, generate
 from tests.goldens import checkpoint, golden, pixels_and_grids
 from tests.pixel_codes import VALUES, codes_of
 
@@ -72,6 +72,8 @@ def test_before_the_weights_or_after_them(opened: Open, quant: Quant) -> None:
     report = early.load(CTX)
     found = generate(early, ids, 8, encoded=pictures)
     assert found.digest == expected.digest
+    assert_bytes_moved(late, expected)
+    assert_bytes_moved(early, found)
     assert early.plan is not None
     assert late.plan is not None
     assert dict(early.plan.rows)["features of pictures"] == pictures.num_bytes

@@ -153,7 +153,7 @@ def test_prompts_in_chunks(
     if keep:
         passes = -(-len(prompt) // chunk)
         assert run.residency.layer_uploads[2] == passes + N - 1, "of no tail, and too far on to be fetched ahead"
-        assert run.residency.h2d_bytes_per_token == (5 - keep) * layer_bytes(engine)
+    assert_bytes_moved(engine, run)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 33, 70])
@@ -272,7 +272,9 @@ def test_one_engine_answers_prompt_after_prompt(shared: Load, wide_model: Path, 
     engine = shared(wide_model, quant=quant, keep=0, ctx=80)
     first = generate(engine, random_ids(5, seed=3), N)
     generate(engine, random_ids(70, seed=4), N)
-    assert_same_bits(generate(engine, random_ids(5, seed=3), N), first)
+    again = generate(engine, random_ids(5, seed=3), N)
+    assert_same_bits(again, first)
+    assert_bytes_moved(engine, again)
 
 
 @pytest.mark.parametrize("quant", NARROW)
@@ -360,6 +362,7 @@ class TestOnTheGpu:
         assert engine._model is not None
         if not engine._model.has_whole_token:
             pytest.skip("this card takes a token in several launches")
+        assert_bytes_moved(engine, whole)
         in_many = load_on_gpu(model, quant=quant, keep=0, ctx=300, whole_token=False)
         assert_same_bits(generate(in_many, prompt, 40), whole)
         assert in_many._model is not None
@@ -376,6 +379,7 @@ class TestOnTheGpu:
         assert engine._model is not None
         if not engine._model.has_whole_token:
             pytest.skip("this card takes a token in several launches")
+        assert_bytes_moved(engine, whole)
         in_many = load_on_gpu(model, quant=Quant.Q8_0, keep=0, ctx=65 * 256 + 8, whole_token=False)
         assert_same_bits(generate(in_many, prompt, 5), whole)
 
@@ -384,4 +388,5 @@ class TestOnTheGpu:
         asked = generate(engine, PROMPT, N)
         assert engine._model is not None
         assert not engine._model.has_whole_token
+        assert_bytes_moved(engine, asked)
         assert_same_bits(asked, generate(load_on_gpu(wide_model, kv=KvDtype.Q8, keep=0, ctx=CTX), PROMPT, N))

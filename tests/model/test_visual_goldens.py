@@ -101,6 +101,8 @@ def test_text_after_pictures_is_as_before(shared: Load) -> None:
     pictures.free()
     after = generate(engine, ids, 8)
     assert after.digest == before.digest != pictured.digest
+    assert_bytes_moved(engine, pictured)
+    assert_bytes_moved(engine, after)
     assert engine.backend is not None
     assert engine.backend.memory().allocated_bytes == held, "features are given back"
 
