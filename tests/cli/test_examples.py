@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from kestrel_cli import options
 from kestrel_cuda.bench import default_keeps
 from scripts.make_example_pictures import EXAMPLES
 from tests.cli.visual_runs import Run
@@ -70,3 +72,15 @@ def test_the_pictures_are_those_of_their_script(name: str) -> None:
 
 def test_every_picture_is_drawn() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(EXAMPLES)
+
+
+def test_readme_from_python(real_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """README's lines as they are, with the embedded model in the place of the one they name."""
+    readme = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    named = "/models/Qwen3-VL-2B-Instruct"
+    assert code.count(named) == 1
+    exec(compile(code.replace(named, str(options.MODEL.default)), "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed
+    assert printed == json.loads(real_run("Why do kestrels hover?", "--json")[1])["text"]
