@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -172,6 +173,7 @@ class Evict(StrEnum):
     FREE = "free"
 
 
+_MAY_BE_NONE = {"ctx", "keep", "vram_bytes", "prefill_chunk"}
 _LEAST = {"device": 0, "ctx": 1, "keep": 0, "prefetch": 0, "host_keep": 0, "vram_bytes": 1, "prefill_chunk": 1}
 
 DEFAULT_PREFETCH = 2
@@ -182,7 +184,7 @@ CacheBudget = Literal["seeds"] | int | None
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to run a checkpoint. Raises SettingError when a value is out of range.
+    """How to run a checkpoint. Raises SettingError when a value is out of range; paths and names may be text.
 
     `keep` is the residency window in layers: None chooses by what fits, 0 keeps everything resident.
     `kv` None means f32 with `quant` none and f16 otherwise. `ctx` None means prompt + new tokens.
@@ -212,10 +214,24 @@ class EngineConfig:
     whole_token: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("model", "strip_cache"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, Path(value))
+        for name, kind in (("quant", Quant), ("kv", KvDtype), ("policy", Policy), ("evict", Evict)):
+            value = getattr(self, name)
+            if name == "kv" and value is None:
+                continue
+            if value not in list(kind):
+                raise SettingError(f"{name} is {value!r}; it takes {', '.join(kind)}")
+            object.__setattr__(self, name, kind(value))
+        if self.backend not in ("auto", "cuda", "cpu"):
+            raise SettingError(f"backend is {self.backend!r}; it takes auto, cuda, cpu")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise SettingError(f"{name} is {value}; it takes a whole number of at least {least}")
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise SettingError(f"{name} is {value!r}; it takes a whole number of at least {least}")
         if self.host_keep and self.strip_cache is None:
             raise SettingError(
                 f"--host-keep {self.host_keep} reads layers from disk as they are needed and so needs --strip-cache DIR"

@@ -20,7 +20,7 @@ from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
-from kestrel_cuda.errors import DeviceError, InputError, InternalError
+from kestrel_cuda.errors import DeviceError, InputError, InternalError, SettingError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
@@ -129,8 +129,11 @@ class Engine:
         `generate` needs when its `logits` are hashed or kept; `lowers_prefetch` lets fewer layers be fetched ahead
         where that makes the window fit; `flags` are how messages name the caller's settings.
 
-        Raises DeviceError when the plan does not fit, CheckpointError when a weight cannot be quantized.
+        Raises SettingError for a context without slots, DeviceError when the plan does not fit, CheckpointError when a
+        weight cannot be quantized.
         """
+        if ctx < 1 or (num_prompt is not None and num_prompt < 0):
+            raise SettingError(f"ctx is {ctx} and num_prompt {num_prompt}; a context has at least one slot")
         started = time.perf_counter()
         if self.plan is not None:
             self.unload()
@@ -336,8 +339,9 @@ class Engine:
         """A greedy continuation of `prompt_ids`, started when it is iterated.
 
         Raises InputError for fewer than one new token, an empty prompt, one that the loaded context cannot hold with an
-        id after it, one with an id that the vocabulary does not have, or one whose image and video tokens are not those
-        of `encoded`.
+        id after it, one with an id that the vocabulary does not have, one whose image and video tokens are not those of
+        `encoded`, or `encoded` that was freed or that another load made. Without `encoded` such tokens are like others:
+        an answer may hold them, and be continued.
         """
         if (
             self._model is None
@@ -358,6 +362,8 @@ class Engine:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; at least one is needed")
         self._prompts.check_range(ids)
+        if encoded is not None:
+            encoded.check_held(self.backend)
         return Generation(
             self.backend,
             self._model,

@@ -76,7 +76,7 @@ class Generation:
         spans: Sequence[VisualSpan] = (),
     ) -> None:
         self._backend, self._model, self._store = backend, model, store
-        self._sequence, self.state = sequence, sequence.state
+        self._sequence, self.state, self._turn = sequence, sequence.state, sequence.turn
         self._prompt_ids = prompt_ids
         self._max_new_tokens = max_new_tokens
         self._stop_ids = stop_ids
@@ -120,10 +120,13 @@ class Generation:
 
         What has been submitted when this ends, however it ends, is dropped: the next prompt is laid down behind it.
         Raises InternalError when it is iterated a second time, or goes on after the engine has begun another answer,
-        laid another window, loaded anew or been closed.
+        laid another window, loaded anew or been closed, and when it begins after the last three; InputError when its
+        pictures' features were given back.
         """
         if self._position:
             raise InternalError("an answer is iterated once; ask the engine for another")
+        if self._stop_reason is not None:
+            return
         before, hidden_sk = self._prefill()
         self._submit_ahead()
         chosen, now = self._read_chosen()
@@ -184,7 +187,11 @@ class Generation:
         )
 
     def _prefill(self) -> tuple[Any, Array | None]:
+        if self._sequence.turn != self._turn:
+            raise InternalError("an answer cannot begin: its engine laid another window, was loaded anew, or closed")
         backend, model, total = self._backend, self._model, len(self._prompt_ids)
+        if self._encoded is not None:
+            self._encoded.check_held(backend)
         hidden_sk = None
         self._store.reset_counters()
         if self._logits != "none":

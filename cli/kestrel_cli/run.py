@@ -87,8 +87,8 @@ def answer(given: flags.Given, variables: Mapping[str, str], output: Output) -> 
     screen = Screen(settings[options.QUIET], variables)
     heard = Heard(screen, settings)
     stdin = standard_input()
-    prompt = read_prompt(settings, stdin, heard.note, heard.warn)
     with settings.naming_sources():
+        prompt = read_prompt(settings, stdin, heard.note, heard.warn)
         logits_path = settings[options.LOGITS]
         if logits_path is not None:
             logits_file.check_writable(logits_path, files_read(settings, prompt, stdin))

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 from kestrel_cuda.errors import SettingError, UserError
+from kestrel_cuda.paths import shown_path
 from kestrel_cuda.profiles import Profile
 from kestrel_cuda.sizes import TooLarge
 
@@ -106,14 +107,20 @@ class Settings:
         """What a message calls a setting: its flag, or the variable or profile that it came from."""
         return self._resolved[setting].label
 
-    def with_labels(self, text: str) -> str:
-        """A message of the engine, which knows flags alone: where each that nobody typed came from, is added."""
+    def with_labels(self, text: str, *, by_path: bool = False) -> str:
+        """A message of the engine, which knows flags alone: where each that nobody typed came from, is added.
+
+        `by_path`: also of those whose path it names.
+        """
         origins = [
             f"{setting.flag} comes from {resolved.label}"
             for setting, resolved in self._resolved.items()
             if resolved.source not in ("flag", "default")
             and resolved.label not in text
-            and re.search(rf"{setting.flag}(?![\w-])", text)
+            and (
+                re.search(rf"{setting.flag}(?![\w-])", text)
+                or (by_path and any(shown_path(path) in text for path in _paths(resolved.value)))
+            )
         ]
         return f"{text} ({', '.join(origins)})" if origins else text
 
@@ -123,7 +130,7 @@ class Settings:
         try:
             yield
         except UserError as error:
-            error.args = (self.with_labels(str(error)),)
+            error.args = (self.with_labels(str(error), by_path=True),)
             raise
 
     def as_json(self) -> dict[str, dict[str, object]]:
@@ -133,6 +140,12 @@ class Settings:
             for setting, resolved in self._resolved.items()
             if setting.is_option
         }
+
+
+def _paths(value: object) -> list[Path]:
+    """Those in a setting's value, which are text where a flag may repeat; none so short that any message has it."""
+    values = [Path(one) for one in value if type(one) is str] if isinstance(value, tuple) else [value]
+    return [path for path in values if isinstance(path, Path) and len(str(path)) > 1]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ class DeviceSequence:
         cos_sd, sin_sd = rotation_table(text, text_positions(ctx))
         self._holds_text = True
         self._holder: object = None
+        self.turn = 0
+        """Of how many nobody may go on any more: an answer that was asked for in an earlier one cannot begin."""
         self.state = SequenceState(
             tokens=backend.zeros((ctx + 1,), np.int32),
             position=backend.zeros((1,), np.int32),
@@ -47,5 +49,6 @@ class DeviceSequence:
         return self._holder is holder
 
     def let_go(self) -> None:
-        """Nobody goes on from here: the arrays, or what is captured with them, are about to go."""
+        """Nobody goes on from here, or begins: the arrays, or what is captured with them, are about to go."""
         self._holder = None
+        self.turn += 1

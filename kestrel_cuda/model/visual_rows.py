@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kestrel_cuda.backends.base import Array, Backend
-from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.errors import CheckpointError, InputError
 from kestrel_cuda.model.prompt_positions import Visual, VisualSpan
 from kestrel_cuda.model.vision import VisionFeatures
 from kestrel_cuda.paths import shown_path
@@ -29,6 +29,15 @@ class EncodedVisuals:
         self.visuals = tuple(visuals)
         self.features = features
         self.num_bytes = sum(array.nbytes for array in features.arrays())
+        self._is_free = False
+
+    def check_held(self, backend: Backend) -> None:
+        """Raise InputError unless `backend` has the features still."""
+        if self._is_free or backend is not self._backend:
+            raise InputError(
+                "the features of the prompt's pictures were given back, or are another engine's, or of an earlier "
+                "load; encode the pictures again"
+            )
 
     def check_finite(self) -> None:
         """Raise CheckpointError unless every feature is a number. It reads all back: for when something went wrong."""
@@ -39,7 +48,10 @@ class EncodedVisuals:
             )
 
     def free(self) -> None:
-        """Give the features back."""
+        """Give the features back; a second time there are none."""
+        if self._is_free:
+            return
+        self._is_free = True
         for array in self.features.arrays():
             self._backend.free(array)
         self.num_bytes = 0

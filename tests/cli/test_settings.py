@@ -356,6 +356,20 @@ def test_a_message_of_the_engine_says_where_a_flag_came_from(profile: str) -> No
             raise SettingError("--vram")
 
 
+@pytest.mark.parametrize(("name", "path"), [("MODEL", "/nope"), ("IMAGE", "/nope.png"), ("PROMPT_FILE", "/nope.txt")])
+def test_an_error_about_a_path_says_where_that_came_from(name: str, path: str) -> None:
+    settings = settle({"ids": "1,2"} if name != "PROMPT_FILE" else {}, **{f"KESTREL_CUDA_{name}": path})
+    flag = f"--{name.lower().replace('_', '-')}"
+    for text, ending in (
+        (f"{path}/config.json is cut off", f" ({flag} comes from KESTREL_CUDA_{name})"),
+        ("/another is cut off", ""),
+    ):
+        with pytest.raises(SettingError) as caught, settings.naming_sources():
+            raise SettingError(text)
+        assert str(caught.value) == text + ending
+    assert settings.with_labels(f"{path} was read") == f"{path} was read", "of an error alone"
+
+
 def test_the_report_speaks_plain_json() -> None:
     shown = settle({"quant": "q4_0", "ids": "1,2", "vram": "1KiB"}, KESTREL_CUDA_MODEL="/m").as_json()
     assert shown["quant"]["value"] == "q4_0"

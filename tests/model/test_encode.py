@@ -12,7 +12,7 @@ from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.config import EngineConfig, Grid, Quant, VisionConfig
 from kestrel_cuda.encode import encode_cost
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import DeviceError
+from kestrel_cuda.errors import DeviceError, InputError
 from kestrel_cuda.model.prompt_positions import Visual
 from kestrel_cuda.model.vision import feature_bytes
 from kestrel_cuda.model.vision_weights import tower_weight_bytes
@@ -79,6 +79,24 @@ def test_before_the_weights_or_after_them(opened: Open, quant: Quant) -> None:
     assert dict(early.plan.rows)["features of pictures"] == pictures.num_bytes
     assert early.plan.total_bytes == late.plan.total_bytes + pictures.num_bytes
     assert report.planned_device_bytes >= early.plan.total_bytes
+
+
+def test_features_that_are_no_more_are_refused(opened: Open) -> None:
+    ids = golden(NAME)[0]["input_ids"].tolist()
+    engine, other = opened(), opened()
+    for each in (engine, other):
+        each.load(CTX)
+    freed, waiting = encode(engine), encode(engine)
+    freed.free()
+    answer = engine.generate(ids, 4, encoded=waiting)
+    waiting.free()
+    with pytest.raises(InputError, match="encode the pictures again"):
+        next(iter(answer))
+    before = encode(engine)
+    engine.load(CTX)
+    for useless in (freed, before, encode(other)):
+        with pytest.raises(InputError, match="encode the pictures again"):
+            engine.generate(ids, 4, encoded=useless)
 
 
 def test_the_tower_leaves_and_the_features_stay(opened: Open) -> None:

@@ -298,6 +298,28 @@ class TestWhoseTurnItIs:
         with pytest.raises(InternalError, match="cannot go on"):
             next(tokens)
 
+    @pytest.mark.parametrize(
+        "meanwhile",
+        [
+            lambda engine: engine.set_window(1, Policy.PINNED, 0, Evict.FREE),
+            lambda engine: engine.load(40),
+            lambda engine: engine.close(),
+        ],
+        ids=["window", "load", "close"],
+    )
+    def test_an_answer_does_not_begin_after(self, t0_engine: Engine, meanwhile: Callable[[Engine], object]) -> None:
+        """It was asked for before, and would run on what is no more."""
+        generation = t0_engine.generate(random_ids(5), 3)
+        meanwhile(t0_engine)
+        with pytest.raises(InternalError, match="cannot begin"):
+            next(iter(generation))
+
+    def test_one_that_is_stopped_before_it_begins(self, t0_engine: Engine) -> None:
+        generation = t0_engine.generate(random_ids(5), 3)
+        generation.interrupt()
+        assert list(generation) == []
+        assert generation.report().ids == ()
+
     def test_an_answer_that_was_only_asked_for_changes_nothing(self, begun: tuple[Engine, Iterator[Token]]) -> None:
         engine, tokens = begun
         engine.generate(random_ids(7), 3)
