@@ -53,6 +53,12 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+EPILOG = (
+    "Every option with a value is also read from a variable, KESTREL_CUDA_ and its name (KESTREL_CUDA_CTX for --ctx); "
+    "--backend, --keep and --host-keep from VLLM_CUDA_INFER, VLLM_CUDA_STREAM and VLLM_VQF_STREAM, whose 0 has a meaning "
+    "of its own (README). Exit codes: 0 success, 1 a check failed, 2 something you can mend, 3 our fault, 130 interrupted."
+)
+
 app = typer.Typer(
     name=PROGRAM,
     help="Runs Qwen3-VL checkpoints on an NVIDIA GPU, also when the weights do not fit its memory.",
@@ -62,10 +68,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=Command)(run)
-app.command(cls=Command)(inspect)
-app.command(cls=Command)(selftest)
-app.command(cls=Command)(bench)
+for command in (run, inspect, selftest, bench):
+    app.command(cls=Command, epilog=EPILOG)(command)
 
 
 def _print_version(wanted: bool) -> None:

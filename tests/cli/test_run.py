@@ -330,6 +330,9 @@ def test_version_and_help(kestrel: CommandLine) -> None:
         assert (ran.exit_code, ran.err) == (0, "")
         assert ran.out.startswith("Usage: kestrel-cuda ")
         assert "\x1b" not in ran.out
+        if len(arguments) > 1:
+            assert "KESTREL_CUDA_CTX for --ctx" in ran.out
+            assert "Exit codes: 0 success" in ran.out
 
 
 def test_an_error_before_the_engine_opens_none(kestrel: CommandLine, tmp_path: Path) -> None:
