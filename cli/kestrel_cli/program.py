@@ -55,8 +55,9 @@ class Command(TyperCommand):
 
 EPILOG = (
     "Every option with a value is also read from a variable, KESTREL_CUDA_ and its name (KESTREL_CUDA_CTX for --ctx); "
-    "--backend, --keep and --host-keep from VLLM_CUDA_INFER, VLLM_CUDA_STREAM and VLLM_VQF_STREAM, whose 0 has a meaning "
-    "of its own (README). Exit codes: 0 success, 1 a check failed, 2 something you can mend, 3 our fault, 130 interrupted."
+    "--backend, --keep and --host-keep from VLLM_CUDA_INFER, VLLM_CUDA_STREAM and VLLM_VQF_STREAM, whose 0 has a "
+    "meaning of its own (README). Exit codes: 0 success, 1 a check failed, 2 something you can mend, 3 our fault, "
+    "130 interrupted."
 )
 
 app = typer.Typer(
