@@ -10,8 +10,6 @@ from functools import partial
 from operator import index
 from typing import Any
 
-from numpy.typing import NDArray
-
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.backends.vision import PixelCodes
@@ -20,7 +18,7 @@ from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row
 from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
 from kestrel_cuda.encode import VisualEncoder
-from kestrel_cuda.errors import DeviceError, InputError, InternalError, SettingError
+from kestrel_cuda.errors import InputError, InternalError, SettingError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
@@ -30,6 +28,7 @@ from kestrel_cuda.inputs.vocabulary import check_vocabulary, end_ids, end_warnin
 from kestrel_cuda.load import (
     WeightLoader,
     host_copy_bytes,
+    map_table,
     stored_element,
     too_little_host_memory,
     unquantized,
@@ -40,8 +39,8 @@ from kestrel_cuda.model.sequence import DeviceSequence
 from kestrel_cuda.model.text import Observer, TextModel
 from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
-from kestrel_cuda.plan import RUN_FLAGS, DoesNotFit, Flags, Plan, make_plan
-from kestrel_cuda.plan_sizes import FREE_MARGIN_BYTES
+from kestrel_cuda.plan import RUN_FLAGS, Flags, Plan, make_plan
+from kestrel_cuda.plan_sizes import most_bytes
 from kestrel_cuda.prompts import PromptEncoder, grids_of
 from kestrel_cuda.report import LoadReport, PlanReport
 from kestrel_cuda.residency.store import WeightStore
@@ -161,7 +160,15 @@ class Engine:
             flags=flags,
         )
         self.plan = self._plan_for(config, lowers_prefetch=lowers_prefetch)
-        mapped_table = self._map_table(backend, embedding.data, lowers_prefetch, warnings)
+
+        def plan_on_device() -> None:
+            self.plan = self._plan_for(config, embeddings_on="device", lowers_prefetch=lowers_prefetch)
+
+        mapped_table = None
+        if self.plan.embeddings_on != "device":
+            mapped_table, refused = map_table(backend, embedding.data, plan_on_device)
+            warnings += refused
+        self._embed_host_bytes = 0 if mapped_table is None else embedding.data.nbytes
         plan = self.plan
         notes += plan.notes
         warnings += plan.warnings
@@ -262,32 +269,6 @@ class Engine:
             warnings=tuple(too_little_host_memory(config, copy_bytes)),
         )
 
-    def _map_table(
-        self, backend: Backend, table: NDArray[Any], lowers_prefetch: bool, warnings: list[str]
-    ) -> Any | None:
-        """The embedding table in host memory, if the plan has it there.
-
-        Where the driver refuses to map it, everything is planned again with the table on the device. Raises DeviceError
-        when that does not fit.
-        """
-        assert self.plan is not None
-        self._embed_host_bytes = 0
-        if self.plan.embeddings_on == "device":
-            return None
-        try:
-            mapped = backend.map_host(table)
-        except DeviceError as refused:
-            try:
-                self.plan = self._plan_for(self.config, embeddings_on="device", lowers_prefetch=lowers_prefetch)
-            except DoesNotFit as error:
-                raise DeviceError(
-                    f"{refused}; free host memory, or raise the limit of locked memory: on the device {error}"
-                ) from error
-            warnings.append(f"{refused}: they are on the device")
-            return None
-        self._embed_host_bytes = table.nbytes
-        return mapped
-
     def set_window(self, keep: int, policy: Policy, prefetch: int, evict: Evict) -> None:
         """Lay another window over a checkpoint that was loaded with its host copy (`lazy`); 0 keeps everything.
 
@@ -320,7 +301,10 @@ class Engine:
         if self._encoder is None:
             exact = self.config.quant is Quant.NONE
             self._encoder = VisualEncoder(self.checkpoint, exact=exact, keeps_tower=self.config.keep_tower)
-        return self._encoder.encode(backend, visuals, pixels, self._most_bytes(backend), least_tokens)
+        memory, most = backend.memory(), self.config.vram_bytes
+        if backend.name == "cuda":
+            most = most_bytes(memory, memory.allocated_bytes, most)
+        return self._encoder.encode(backend, visuals, pixels, most, least_tokens)
 
     def encode_opened(self, visuals: Sequence[OpenedVisual]) -> EncodedVisuals:
         """Features of at least one picture or video that `open_visuals` gave, in the order of the prompt."""
@@ -352,16 +336,9 @@ class Engine:
         ):
             raise InternalError("generate() was called before load()")
         ids = [index(token_id) for token_id in prompt_ids]
-        room = self.plan.ctx - len(ids)
-        if not ids:
-            raise InputError("the prompt is empty: there is no token to continue; give some text")
-        if room < 1:
-            raise InputError(
-                f"the prompt has {len(ids)} tokens but --ctx is {self.plan.ctx}; at least {len(ids) + 1} are needed"
-            )
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; at least one is needed")
-        self._prompts.check_range(ids)
+        self._prompts.check_room(ids, self.plan.ctx)
         if encoded is not None:
             encoded.check_held(self.backend)
         return Generation(
@@ -370,7 +347,7 @@ class Engine:
             self._store,
             self._sequence,
             ids,
-            max_new_tokens=min(max_new_tokens, room),
+            max_new_tokens=min(max_new_tokens, self.plan.ctx - len(ids)),
             stop_ids=frozenset() if ignore_eos else frozenset(self.end_ids),
             num_ids=min(self.tokenizer.size, self.checkpoint.config.text.vocab_size),
             vocab_size=self.checkpoint.config.text.vocab_size,
@@ -415,10 +392,3 @@ class Engine:
                 if reason:
                     self._backend_warnings.append(f"running on the CPU: {reason}")
         return self.backend
-
-    def _most_bytes(self, backend: Backend) -> int | None:
-        """What this process may hold of a GPU; None on the CPU, whose memory nobody bounds."""
-        if backend.name != "cuda" or self.config.vram_bytes is not None:
-            return self.config.vram_bytes
-        memory = backend.memory()
-        return memory.free_bytes + memory.allocated_bytes + memory.context_bytes - FREE_MARGIN_BYTES

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kestrel_cuda.backends.base import Backend, PackedTensor, SourceMatrix
 from kestrel_cuda.checkpoint.names import FINAL_NORM, Norm, norm_name
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.config import EngineConfig
-from kestrel_cuda.errors import CheckpointError
+from kestrel_cuda.errors import CheckpointError, DeviceError
 from kestrel_cuda.host_memory import available_bytes
 from kestrel_cuda.model.text import LayerNorms, Unquantized
 from kestrel_cuda.model.weights import DecoderWeights
@@ -59,6 +60,26 @@ def unquantized(checkpoint: Checkpoint, backend: Backend, table: Any, *, on_devi
         for layer in range(checkpoint.config.text.num_layers)
     )
     return Unquantized(table, on_device, layers, norm(FINAL_NORM))
+
+
+def map_table(
+    backend: Backend, table: NDArray[Any], plan_on_device: Callable[[], None]
+) -> tuple[Any | None, tuple[str, ...]]:
+    """The embedding table where steps read it from host memory, and warnings.
+
+    None where the driver refuses to map it and `plan_on_device`, which raises DeviceError where that does not fit, has
+    planned everything again with the table on the device. Raises DeviceError with both reasons otherwise.
+    """
+    try:
+        return backend.map_host(table), ()
+    except DeviceError as refused:
+        try:
+            plan_on_device()
+        except DeviceError as error:
+            raise DeviceError(
+                f"{refused}; free host memory, or raise the limit of locked memory: on the device {error}"
+            ) from error
+        return None, (f"{refused}: they are on the device",)
 
 
 def host_copy_bytes(config: EngineConfig, weights: DecoderWeights, window: ResidencyWindow | None) -> int:

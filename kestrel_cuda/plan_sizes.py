@@ -31,6 +31,13 @@ def seeds_budget_bytes(free_bytes: int) -> int:
     return max(SEEDS_LEAST_BYTES, min(SEEDS_MOST_BYTES, free_bytes // 2))
 
 
+def most_bytes(memory: MemoryInfo, held_bytes: int, vram_bytes: int | None) -> int:
+    """What this process may have of a GPU, its context and the `held_bytes` that stay counted in."""
+    if vram_bytes is not None:
+        return vram_bytes
+    return memory.free_bytes + held_bytes + memory.context_bytes - FREE_MARGIN_BYTES
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of what was asked for; `keep` 0 is everything resident, `held` lies on the device beside all that."""
@@ -49,11 +56,9 @@ class Sizes:
 
     @property
     def total_bytes(self) -> int:
-        if self.config.vram_bytes is not None:
-            return self.config.vram_bytes
         if self.on_gpu:
-            return self.memory.free_bytes + self.held_bytes + self.memory.context_bytes - FREE_MARGIN_BYTES
-        return self.memory.total_bytes
+            return most_bytes(self.memory, self.held_bytes, self.config.vram_bytes)
+        return self.memory.total_bytes if self.config.vram_bytes is None else self.config.vram_bytes
 
     def breaks_budget(self, keep: int) -> bool:
         """Whether the weights of a window alone are over --cache-budget, which bounds nothing else."""

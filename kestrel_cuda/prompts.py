@@ -68,6 +68,14 @@ class PromptEncoder:
             if not 0 <= token_id < size:
                 raise InputError(f"token id {token_id} is outside the vocabulary; ids run from 0 to {size - 1}")
 
+    def check_room(self, ids: Sequence[int], ctx: int) -> None:
+        """Raises InputError unless there are ids, all of the vocabulary, and `ctx` slots hold them and one more."""
+        if not ids:
+            raise InputError("the prompt is empty: there is no token to continue; give some text")
+        if len(ids) >= ctx:
+            raise InputError(f"the prompt has {len(ids)} tokens but --ctx is {ctx}; at least {len(ids) + 1} are needed")
+        self.check_range(ids)
+
     def _encode(self, pieces: Sequence[Piece], visuals: Sequence[OpenedVisual], where: str, advice: str) -> list[int]:
         if visuals:
             placeholders = [visual.placeholder for visual in visuals]

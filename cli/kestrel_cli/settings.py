@@ -110,17 +110,16 @@ class Settings:
     def with_labels(self, text: str, *, by_path: bool = False) -> str:
         """A message of the engine, which knows flags alone: where each that nobody typed came from, is added.
 
-        `by_path`: also of those whose path it names.
+        `by_path`: also of the one whose path, or a file in it, the message begins with.
         """
+        begins = {setting: _length_of_path(resolved.value, text) for setting, resolved in self._resolved.items()}
+        longest = max(begins.values(), default=0) if by_path else 0
         origins = [
             f"{setting.flag} comes from {resolved.label}"
             for setting, resolved in self._resolved.items()
             if resolved.source not in ("flag", "default")
             and resolved.label not in text
-            and (
-                re.search(rf"{setting.flag}(?![\w-])", text)
-                or (by_path and any(shown_path(path) in text for path in _paths(resolved.value)))
-            )
+            and (re.search(rf"{setting.flag}(?![\w-])", text) or 0 < begins[setting] == longest)
         ]
         return f"{text} ({', '.join(origins)})" if origins else text
 
@@ -142,10 +141,11 @@ class Settings:
         }
 
 
-def _paths(value: object) -> list[Path]:
-    """Those in a setting's value, which are text where a flag may repeat; none so short that any message has it."""
+def _length_of_path(value: object, text: str) -> int:
+    """Of the path in a setting's value that a message begins with; 0 for none. Flags that repeat hold paths as text."""
     values = [Path(one) for one in value if type(one) is str] if isinstance(value, tuple) else [value]
-    return [path for path in values if isinstance(path, Path) and len(str(path)) > 1]
+    shown = [shown_path(path) for path in values if isinstance(path, Path)]
+    return max((len(path) for path in shown if re.match(rf"{re.escape(path)}(?=[/: ])", text)), default=0)
 
 
 @dataclass(frozen=True)

@@ -363,6 +363,8 @@ def test_an_error_about_a_path_says_where_that_came_from(name: str, path: str) -
     for text, ending in (
         (f"{path}/config.json is cut off", f" ({flag} comes from KESTREL_CUDA_{name})"),
         ("/another is cut off", ""),
+        (f"{path}2: is cut off", ""),
+        (f"/another was read from {path}", ""),
     ):
         with pytest.raises(SettingError) as caught, settings.naming_sources():
             raise SettingError(text)

@@ -65,8 +65,8 @@ SPILLS = {
     "decode_token_int8_32": 28,
 }
 """Bytes written and read. Linears: two registers, once in sixteen mmas; builds that spilled none were up to 5 % slower.
-A token: what its warps, of 112 registers, know of a stage; over 40 bytes of stack a thread do not stay in what is left
-of the first-level cache, and cost up to 15 % of a token."""
+A token: what its warps, of 112 registers, know of a stage; 88 bytes of stack a thread do not stay in what is left of
+the first-level cache, and cost 18 % of a token."""
 
 
 @pytest.mark.parametrize(
