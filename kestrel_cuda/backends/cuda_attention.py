@@ -29,7 +29,7 @@ FLOAT_TILE_ROWS = 32
 HALF_TILE_ROWS, HALF_TILE_THREADS, HALF_TILE_STAGES = 64, 128, 3
 
 PIECE_CODES, TILES_AHEAD = 16, 2
-QUANTIZED_INPUTS = 1024
+QUANTIZED_INPUTS = 2048
 """Of a block that quantizes rows."""
 
 CACHE_KINDS = {np.dtype(np.float16): 1, np.dtype(np.float32): 2}

@@ -147,14 +147,15 @@ __device__ inline float group_scale(u32 amax_bits) {
     return scale < kSmallestScale ? 0.0f : scale;
 }
 
-__device__ inline int code_of(float x, float scale) {
-    return scale != 0.0f ? max(-127, min(127, __float2int_rn(mul_rn(x, div_rn(1.0f, scale))))) : 0;
-}
+// What the values of a group are multiplied with to be codes; all are 0 where the scale is.
+__device__ inline float codes_per_unit(float scale) { return scale != 0.0f ? div_rn(1.0f, scale) : 0.0f; }
+
+__device__ inline int code_of(float x, float per_unit) { return max(-127, min(127, __float2int_rn(mul_rn(x, per_unit)))); }
 
 // The code of this lane's value in a group that has one a lane.
 __device__ inline int quantize_in_group(float x, float& scale) {
     scale = group_scale(__reduce_max_sync(0xffffffffu, __float_as_uint(x) & 0x7fffffffu));
-    return code_of(x, scale);
+    return code_of(x, codes_per_unit(scale));
 }
 
 __device__ inline void quantize_group(float x, i8* codes, float* scale) {
@@ -167,6 +168,17 @@ __device__ inline void quantize_group(float x, i8* codes, float* scale) {
 constexpr int kLaneValues = 4;
 constexpr int kGroupLanes = kGroup / kLaneValues;
 
+// Those from input i of a row on; zeros past its end. `aligned`: the row begins at a multiple of 16 bytes.
+__device__ inline void load_lane_values(float (&x)[kLaneValues], const float* x_k, int i, int k, bool aligned) {
+    if (aligned && i + kLaneValues <= k) {
+        const float4 four = *(const float4*)(x_k + i);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+        for (int c = 0; c < kLaneValues; ++c) x[c] = i + c < k ? x_k[i + c] : 0.0f;
+    }
+}
+
 // Quantize them; the first of the lane's is value `at` of all. Lanes of one group are valid or not together.
 __device__ inline void quantize_lane_values(const float (&x)[kLaneValues], i8* codes, float* scales, i64 at,
                                             bool valid) {
@@ -178,12 +190,19 @@ __device__ inline void quantize_lane_values(const float (&x)[kLaneValues], i8* c
         amax_bits = max(amax_bits, __shfl_xor_sync(0xffffffffu, amax_bits, step));
     if (!valid) return;
     const float scale = group_scale(amax_bits);
+    const float per_unit = codes_per_unit(scale);
     u32 four = 0;
 #pragma unroll
-    for (int c = 0; c < kLaneValues; ++c) four |= (u32)(u8)code_of(x[c], scale) << 8 * c;
+    for (int c = 0; c < kLaneValues; ++c) four |= (u32)(u8)code_of(x[c], per_unit) << 8 * c;
     *(u32*)(codes + at) = four;
     if (threadIdx.x % kGroupLanes == 0) scales[at / kGroup] = scale;
 }
+
+// A block that quantizes rows, of which a thread has a four of values in each half.
+constexpr int kQuantizeThreads = 256;
+constexpr int kFoursPerThread = 2;
+constexpr int kFoursApart = kQuantizeThreads * kLaneValues;
+constexpr int kQuantizedInputs = kFoursPerThread * kFoursApart;
 
 // Attention: the cut of the cache that fixes every sum by cache position, and how parts are merged.
 constexpr int kSplit = 256;            // slots whose scores share a maximum

@@ -10,21 +10,25 @@ embed_rows(const void* table, const int* tokens, const int* position, float* h_m
         h_mk[(i64)blockIdx.x * k + i] = table_entry(table, table_kind, token * k + i);
 }
 
-// gate_up [m][ld]: gate in columns 0..k, up from up_column -> codes_mk, scales_mg. Grid: (ceil(k_padded / 1024), m).
-extern "C" __global__ void __launch_bounds__(256)
+// gate_up [m][ld]: gate in columns 0..k, up from up_column -> codes_mk, scales_mg. Grid: (ceil(k_padded / 2048), m).
+extern "C" __global__ void __launch_bounds__(kQuantizeThreads)
 silu_mul_quantize(const float* gate_up, i8* codes_mk, float* scales_mg, int k, int k_padded, int ld, int up_column) {
-    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kLaneValues;
-    const float* const gate = gate_up + (i64)blockIdx.y * ld + i;
-    const float* const up = gate + up_column;
-    float y[kLaneValues];
-    if (i + kLaneValues <= k && ((u64)gate | (u64)up) % 16 == 0) {
-        const float4 g = *(const float4*)gate, u = *(const float4*)up;
-        y[0] = silu_mul(g.x, u.x), y[1] = silu_mul(g.y, u.y), y[2] = silu_mul(g.z, u.z), y[3] = silu_mul(g.w, u.w);
-    } else {
+    const float *const gate_k = gate_up + (i64)blockIdx.y * ld, *const up_k = gate_k + up_column;
+    const bool aligned = ((u64)gate_k | (u64)up_k) % sizeof(float4) == 0;
+    const int own = blockIdx.x * kQuantizedInputs + threadIdx.x * kLaneValues;
+    float gate[kFoursPerThread][kLaneValues], up[kFoursPerThread][kLaneValues];
 #pragma unroll
-        for (int c = 0; c < kLaneValues; ++c) y[c] = i + c < k ? silu_mul(gate[c], up[c]) : 0.0f;
+    for (int j = 0; j < kFoursPerThread; ++j) {
+        load_lane_values(gate[j], gate_k, own + j * kFoursApart, k, aligned);
+        load_lane_values(up[j], up_k, own + j * kFoursApart, k, aligned);
     }
-    quantize_lane_values(y, codes_mk, scales_mg, (i64)blockIdx.y * k_padded + i, i < k_padded);
+#pragma unroll
+    for (int j = 0; j < kFoursPerThread; ++j) {
+        const int i = own + j * kFoursApart;
+#pragma unroll
+        for (int c = 0; c < kLaneValues; ++c) gate[j][c] = silu_mul(gate[j][c], up[j][c]);
+        quantize_lane_values(gate[j], codes_mk, scales_mg, (i64)blockIdx.y * k_padded + i, i < k_padded);
+    }
 }
 
 // The same without quantizing: y_mk [m][k]. Grid: (ceil(k / 256), m).

@@ -94,18 +94,18 @@ count_nonfinite(const void* source, u32* flags, int source_kind, i64 num_values)
     if (count != 0 && threadIdx.x % kWarp == 0) atomicAdd(&flags[0], count);
 }
 
-// x_mk [m][k] float32 -> codes_mk [m][k_padded] int8, scales_mg [m][k_padded / 32]. Grid: (ceil(k_padded / 1024), m).
-extern "C" __global__ void __launch_bounds__(256)
+// x_mk [m][k] float32 -> codes_mk [m][k_padded] int8, scales_mg [m][k_padded / 32]. Grid: (ceil(k_padded / 2048), m).
+extern "C" __global__ void __launch_bounds__(kQuantizeThreads)
 quantize_rows(const float* x_mk, i8* codes_mk, float* scales_mg, int k, int k_padded) {
-    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * kLaneValues;
-    const float* const from = x_mk + (i64)blockIdx.y * k + i;
-    float x[kLaneValues];
-    if (i + kLaneValues <= k && (u64)from % 16 == 0) {
-        const float4 four = *(const float4*)from;
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-    } else {
+    const float* const x_k = x_mk + (i64)blockIdx.y * k;
+    const bool aligned = (u64)x_k % sizeof(float4) == 0;
+    const int own = blockIdx.x * kQuantizedInputs + threadIdx.x * kLaneValues;
+    float x[kFoursPerThread][kLaneValues];
 #pragma unroll
-        for (int c = 0; c < kLaneValues; ++c) x[c] = i + c < k ? from[c] : 0.0f;
+    for (int j = 0; j < kFoursPerThread; ++j) load_lane_values(x[j], x_k, own + j * kFoursApart, k, aligned);
+#pragma unroll
+    for (int j = 0; j < kFoursPerThread; ++j) {
+        const int i = own + j * kFoursApart;
+        quantize_lane_values(x[j], codes_mk, scales_mg, (i64)blockIdx.y * k_padded + i, i < k_padded);
     }
-    quantize_lane_values(x, codes_mk, scales_mg, (i64)blockIdx.y * k_padded + i, i < k_padded);
 }

@@ -78,6 +78,7 @@ class TestSizes:
             ("cuda.WARPGROUP_SCALES", "gemm_warpgroup", "kScaleWords"),
             ("cuda.PIECE_INPUTS", "gemm", "kPiece"),
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
+            ("cuda_attention.QUANTIZED_INPUTS", "quantize", "kQuantizedInputs"),
             ("cuda_attention.FEW_THREADS", "attention_few", "kFewThreads"),
             ("cuda_token.THREADS", "token", "kThreads"),
             ("cuda_token.THREADS", "token", "kFewThreads"),
