@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import (
+from kestrel_cuda.backends.base import Slab, SourceMatrix
+from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.backends.operands import (
     CHOSEN_SLOTS,
     Activation,
     Decoder,
@@ -19,10 +21,7 @@ from kestrel_cuda.backends.base import (
     HeadShape,
     KvLayer,
     SequenceState,
-    Slab,
-    SourceMatrix,
 )
-from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.backends.vision import BFLOAT16, Affine, After
 from kestrel_cuda.config import VisionConfig
 from kestrel_cuda.model.patch_positions import frame_places

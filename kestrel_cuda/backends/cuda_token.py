@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Decoder, DecoderLayer, DeviceWeight, SequenceState
 from kestrel_cuda.backends.cuda_attention import AttentionSteps, log2_scale
 from kestrel_cuda.backends.cuda_device import TABLE_KINDS, CudaDevice
+from kestrel_cuda.backends.operands import Decoder, DecoderLayer, DeviceWeight, SequenceState
 from kestrel_cuda.backends.token_cuts import (
     COLUMNS,
     LEAST_ON_THEIR_WAY,

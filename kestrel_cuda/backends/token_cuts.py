@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Decoder, DeviceWeight
+from kestrel_cuda.backends.operands import Decoder, DeviceWeight
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import DeviceWeight
+from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.backends.token_cuts import (
     BOX_ITEMS,
     COLUMNS,

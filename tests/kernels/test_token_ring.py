@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kestrel_cuda.backends.base import DeviceWeight
+from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.backends.token_cuts import (
     BOX_ITEMS,
     LEAST_ON_THEIR_WAY,
