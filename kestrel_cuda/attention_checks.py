@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Backend, HeadShape, KvLayer
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import HeadShape, KvLayer
 from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.kv_rows import KV_GROUP, dequantize_kv, quantize_kv
 from kestrel_cuda.step_checks import (

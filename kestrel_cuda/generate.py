@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Array
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.errors import CheckpointError, InternalError
 from kestrel_cuda.inputs.tokenizer import TextStream

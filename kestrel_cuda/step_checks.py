@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import CHOSEN_SLOTS, Activation, Backend, SequenceState, SourceMatrix
+from kestrel_cuda.backends.base import Backend, SourceMatrix
+from kestrel_cuda.backends.operands import CHOSEN_SLOTS, Activation, SequenceState
 from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.config import Quant
 from kestrel_cuda.quant.grouped import GroupedWeight, quantize, quantize_activations, scheme_for

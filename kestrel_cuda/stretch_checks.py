@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 
 from kestrel_cuda.attention_checks import CONTEXTS, cache_arrays, filled_cache, heads_for
-from kestrel_cuda.backends.base import Activation, Backend, HeadShape
+from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.backends.operands import Activation, HeadShape
 from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.step_checks import Check, pack, poison, quantized_out, sequence_at
 from kestrel_cuda.weight_keys import Projection

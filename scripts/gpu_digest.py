@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "gpu_report.json"
-SOURCES = ("kernels/**/*", "backends/cuda*.py", "residency/**/*")
+SOURCES = ("kernels/**/*", "backends/cuda*.py", "backends/token_cuts.py", "residency/**/*")
 
 
 def gpu_digest(root: Path = ROOT) -> str:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import SequenceState
 from kestrel_cuda.backends.cpu import CpuBackend
+from kestrel_cuda.backends.operands import SequenceState
 
 UNREAD = -77
 """What the host sees of shared memory before it has waited: an id that nobody may take."""

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import DeviceWeight, PackedTensor, Slab, SourceMatrix
+from kestrel_cuda.backends.base import PackedTensor, Slab, SourceMatrix
+from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.quant.packed import Element, PackedGeometry, SlabEntry, SlabLayout, entry_views, slab_layout
 from kestrel_cuda.residency.store import WeightStore
 from kestrel_cuda.weight_keys import LM_HEAD, LM_HEAD_LAYER, Projection, WeightKey

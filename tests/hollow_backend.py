@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import (
+from kestrel_cuda.backends.base import Slab, SourceMatrix
+from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.backends.operands import (
     CHOSEN_SLOTS,
     Activation,
     Decoder,
@@ -19,10 +21,7 @@ from kestrel_cuda.backends.base import (
     HeadShape,
     KvLayer,
     SequenceState,
-    Slab,
-    SourceMatrix,
 )
-from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.backends.vision import BFLOAT16, Affine, After
 from kestrel_cuda.config import VisionConfig
 from kestrel_cuda.model.patch_positions import frame_places
@@ -176,11 +175,11 @@ def int8_cache(head_dim: int) -> KvLayer:
 
 
 def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kestrel_cuda.backends import cuda_token
+    from kestrel_cuda.backends import cuda_token, token_cuts
 
     monkeypatch.setattr(cuda_token, "driver_bindings_work", lambda: True)
     monkeypatch.setattr(cuda_token, "copy_map", lambda array, cut, rows_per_piece: [0] * 16)
-    monkeypatch.setattr(cuda_token, "_beside", lambda layer: [0] * cuda_token.NUM_LAYER_POINTERS)
+    monkeypatch.setattr(cuda_token, "_beside", lambda layer: [0] * token_cuts.NUM_LAYER_POINTERS)
     monkeypatch.setattr(backend, "most_shared_bytes", COPYING_SHARED_BYTES)
     for element, head_dim in product((Element.INT8, Element.INT4), cuda_token.HEAD_DIMS):
         whole = decoder(element, head_dim)
@@ -191,7 +190,7 @@ def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             token.close()
         for served_elsewhere in (
             decoder(element, head_dim, num_inputs=192),
-            decoder(element, head_dim, num_inputs=2 * cuda_token.MOST_NORM_INPUTS),
+            decoder(element, head_dim, num_inputs=2 * token_cuts.MOST_NORM_INPUTS),
             replace(whole, heads=replace(whole.heads, head_dim=16)),
             replace(whole, lm_head=weight(BF16)),
             replace(whole, layers=(whole.layers[0], replace(whole.layers[1], o=weight(G256)))),

@@ -7,16 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import (
-    Activation,
-    Array,
-    Decoder,
-    DeviceWeight,
-    HeadShape,
-    KvLayer,
-    SequenceState,
-    WholeToken,
-)
+from kestrel_cuda.backends.base import WholeToken
+from kestrel_cuda.backends.operands import Activation, Array, Decoder, DeviceWeight, HeadShape, KvLayer, SequenceState
 
 
 class ComposedSteps:

@@ -14,22 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import (
-    Activation,
-    DeviceWeight,
-    HeadShape,
-    KvLayer,
-    MemoryInfo,
-    PackedTensor,
-    Preparation,
-    SequenceState,
-    Slab,
-    SourceMatrix,
-    new_activation,
-)
+from kestrel_cuda.backends.base import MemoryInfo, PackedTensor, Preparation, Slab, SourceMatrix
 from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.backends.cpu_rope import rotate
 from kestrel_cuda.backends.cpu_vision import CpuVisionSteps
+from kestrel_cuda.backends.operands import Activation, DeviceWeight, HeadShape, KvLayer, SequenceState, new_activation
 from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.grouped import (

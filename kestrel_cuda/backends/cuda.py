@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from kestrel_cuda.backends.base import Activation, DeviceWeight, Preparation, SequenceState, new_activation
+from kestrel_cuda.backends.base import Preparation
 from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_device import TABLE_KINDS
 from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
+from kestrel_cuda.backends.operands import Activation, DeviceWeight, SequenceState, new_activation
 from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry, round_up

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kestrel_cuda.backends.base import Activation, HeadShape, KvLayer, SequenceState
 from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.backends.cuda_device import CudaDevice
+from kestrel_cuda.backends.operands import Activation, HeadShape, KvLayer, SequenceState
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 

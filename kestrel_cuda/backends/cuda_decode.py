@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kestrel_cuda.backends.base import Activation, DeviceWeight
 from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.backends.cuda_device import CudaDevice
+from kestrel_cuda.backends.operands import Activation, DeviceWeight
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 
 COLUMNS = 16

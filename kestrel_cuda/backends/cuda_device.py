@@ -23,10 +23,11 @@ except OSError as error:
         f"CuPy cannot start ({error}); set CUPY_CACHE_DIR to a folder that can be written, or use --backend cpu"
     ) from error
 
-from kestrel_cuda.backends.base import DeviceWeight, MemoryInfo, Slab
+from kestrel_cuda.backends.base import MemoryInfo, Slab
 from kestrel_cuda.backends.cuda_memory import DeviceMemory, page_aligned
 from kestrel_cuda.backends.cuda_packer import CudaPacker
 from kestrel_cuda.backends.driver_memory import used_bytes
+from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.kernels.library import KernelLibrary
 from kestrel_cuda.quant.packed import SlabLayout
 

@@ -144,7 +144,7 @@ struct Ring {
         }
     }
 
-    // All of a block's weights in the order of their use, by one thread. `order` is the host's list (cuda_token.py's
+    // All of a block's weights in the order of their use, by one thread. `order` is the host's list (token_cuts.py's
     // `copy_order`): how many boxes a layer and in lm_head, then those boxes; a layer's are the same for every layer.
     //
     // While blocks sum no more boxes are on their way than `most_while_summing`. A warp that waits for a box must find the

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kestrel_cuda.backends.base import Backend, KvLayer
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import KvLayer
 from kestrel_cuda.config import KvDtype, TextConfig
 from kestrel_cuda.errors import SettingError
 from kestrel_cuda.quant.kv_rows import KV_GROUP

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import CHOSEN_SLOTS, Backend, SequenceState
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import CHOSEN_SLOTS, SequenceState
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.prompt_positions import continued
 from kestrel_cuda.model.rope import rotation_table, text_positions

@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import (
-    Array,
-    Backend,
-    Decoder,
-    DecoderLayer,
-    DeviceWeight,
-    HeadShape,
-    SequenceState,
-    Slab,
-    WholeToken,
-)
+from kestrel_cuda.backends.base import Backend, Slab, WholeToken
+from kestrel_cuda.backends.operands import Array, Decoder, DecoderLayer, DeviceWeight, HeadShape, SequenceState
 from kestrel_cuda.config import TextConfig
 from kestrel_cuda.model.kv_cache import KvCache
 from kestrel_cuda.model.visual_rows import VisualRows

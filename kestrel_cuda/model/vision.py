@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Array
 from kestrel_cuda.backends.vision import After, PatchPlaces, PixelCodes
 from kestrel_cuda.checkpoint.names import BlockPart
 from kestrel_cuda.config import Grid, VisionConfig

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Array
 from kestrel_cuda.backends.vision import BFLOAT16, Affine
 from kestrel_cuda.checkpoint.names import (
     PATCH_EMBED,

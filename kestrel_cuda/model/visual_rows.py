@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Array
 from kestrel_cuda.errors import CheckpointError, InputError
 from kestrel_cuda.model.prompt_positions import Visual, VisualSpan
 from kestrel_cuda.model.vision import VisionFeatures

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kestrel_cuda.backends.base import DeviceWeight, Slab
+from kestrel_cuda.backends.base import Slab
+from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.weight_keys import WeightKey
 
 MAX_ENTRIES = 512

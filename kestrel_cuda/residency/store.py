@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Backend, DeviceWeight, PackedTensor, Slab, SourceMatrix
+from kestrel_cuda.backends.base import Backend, PackedTensor, Slab, SourceMatrix
+from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.config import Evict
 from kestrel_cuda.errors import InternalError
 from kestrel_cuda.quant.packed import SlabEntry, SlabLayout

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import CHOSEN_SLOTS, Activation, Array, Backend, DeviceWeight, SequenceState
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import CHOSEN_SLOTS, Activation, Array, DeviceWeight, SequenceState
 from kestrel_cuda.quant.grouped import GroupedWeight, GroupScheme
 from kestrel_cuda.quant.packed import Element, PackedGeometry, entry_views, pack_grouped, slab_layout
 from kestrel_cuda.weight_keys import LM_HEAD

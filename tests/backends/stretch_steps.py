@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kestrel_cuda.attention_checks import cache_arrays
-from kestrel_cuda.backends.base import Activation, Backend, HeadShape, KvLayer
+from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.backends.composed import ComposedSteps
+from kestrel_cuda.backends.operands import Activation, HeadShape, KvLayer
 from kestrel_cuda.quant.grouped import GroupScheme
 from kestrel_cuda.quant.kv_rows import KV_GROUP, quantize_kv
 from tests.backends.arrays import (

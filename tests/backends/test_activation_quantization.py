@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.base import Activation, Backend, HeadShape, KvLayer
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Activation, HeadShape, KvLayer
 from tests.backends.arrays import Floats, normal, poisoned_activation, read_codes, rng, sequence_state
 from tests.compare import assert_close
 

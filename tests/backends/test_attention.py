@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import Activation, Array, Backend, HeadShape, KvLayer, SequenceState
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Activation, Array, HeadShape, KvLayer, SequenceState
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.quant.grouped import quantize_activations
 from kestrel_cuda.quant.kv_rows import dequantize_kv, quantize_kv

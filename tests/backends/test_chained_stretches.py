@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike
 
-from kestrel_cuda.backends.base import Array, Backend, DeviceWeight, KvLayer
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Array, DeviceWeight, KvLayer
 from kestrel_cuda.quant.packed import slab_layout
 from kestrel_cuda.weight_keys import LM_HEAD
 from tests.backends.arrays import (

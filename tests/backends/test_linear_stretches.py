@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kestrel_cuda.backends.base import Backend, DeviceWeight
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.quant.grouped import quantize_activations
 from tests.backends.arrays import (
     Floats,

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import CHOSEN_SLOTS, Activation, Backend, SequenceState
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import CHOSEN_SLOTS, Activation, SequenceState
 from kestrel_cuda.quant.grouped import quantize_activations
 from kestrel_cuda.quant.packed import Element
 from tests.backends.arrays import (

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import Array, Backend, HeadShape, KvLayer
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Array, HeadShape, KvLayer
 from kestrel_cuda.quant.kv_rows import KV_GROUP, quantize_kv
 from tests.backends.arrays import (
     Doubles,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.base import Array, Backend
+from kestrel_cuda.backends.base import Backend
+from kestrel_cuda.backends.operands import Array
 from kestrel_cuda.backends.vision import BFLOAT16, Affine, After, PatchPlaces
 from kestrel_cuda.checkpoint.tensor_file import narrow, widen
 from kestrel_cuda.config import VisionConfig

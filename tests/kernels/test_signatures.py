@@ -80,18 +80,19 @@ class TestSizes:
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
             ("cuda_attention.QUANTIZED_INPUTS", "quantize", "kQuantizedInputs"),
             ("cuda_attention.FEW_THREADS", "attention_few", "kFewThreads"),
-            ("cuda_token.THREADS", "token", "kThreads"),
-            ("cuda_token.THREADS", "token", "kFewThreads"),
+            ("token_cuts.THREADS", "token", "kThreads"),
+            ("token_cuts.THREADS", "token", "kFewThreads"),
             ("cuda_token.COPY_THREADS", "token", "kCopyThreads"),
-            ("cuda_token.WARPS", "token", "kWarps"),
-            ("cuda_token.COLUMNS", "token", "kColumns"),
-            ("cuda_token.BOX_ITEMS", "token", "kBoxItems"),
-            ("cuda_token.ITEM_BIT", "token", "kItemBit"),
-            ("cuda_token.KIND_BIT", "token", "kKindBit"),
-            ("cuda_token.PIECE_INPUTS", "token", "kPiece"),
-            ("cuda_token.PIECE_GROUPS", "token", "kGroupsPerPiece"),
-            ("cuda_token.MMA_ROWS", "token", "kMmaRows"),
-            ("cuda_token.SUBTILES", "token", "kSubtiles"),
+            ("token_cuts.WARPS", "token", "kWarps"),
+            ("token_cuts.COLUMNS", "token", "kColumns"),
+            ("token_cuts.BOX_ITEMS", "token", "kBoxItems"),
+            ("token_cuts.ITEM_BIT", "token", "kItemBit"),
+            ("token_cuts.KIND_BIT", "token", "kKindBit"),
+            ("token_cuts.PIECE_INPUTS", "token", "kPiece"),
+            ("token_cuts.PIECE_GROUPS", "token", "kGroupsPerPiece"),
+            ("token_cuts.MMA_ROWS", "token", "kMmaRows"),
+            ("token_cuts.SUBTILES", "token", "kSubtiles"),
+            ("token_cuts.SPLIT_SLOTS", "token", "kSplit"),
             ("cuda_vision.ROW_WARPS", "vision", "kRowWarps"),
             ("cuda_vision.VALUE_THREADS", "vision", "kValueThreads"),
             ("cuda_vision.TILE_M", "vision_linear", "kTileM"),
@@ -247,7 +248,7 @@ def test_kernels_whose_blocks_wait_for_one_another_are_launched_whole(launched: 
 
 def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> None:
     """Computed anew from the sources' constants, layout by layout."""
-    from kestrel_cuda.backends import cuda_token, cuda_vision
+    from kestrel_cuda.backends import cuda_token, cuda_vision, token_cuts
     from kestrel_cuda.backends.cuda_attention import HEAD_DIMS
 
     asked: dict[str, set[int]] = {}
@@ -337,8 +338,8 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert asked[f"attend_patches_warpgroups_{d}"] == {-(-whole // 1024) * 1024}
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
-        assert cuda_token.few_queries_bytes(d) == few_queries_bytes("token", "f16", d)
+        assert token_cuts.few_queries_bytes(d) == few_queries_bytes("token", "f16", d)
         parts_bytes = 4 * c["kSubtiles"] * group * d
-        assert cuda_token.few_weights_bytes(d, group) == few_weights_bytes("token") + parts_bytes
+        assert token_cuts.few_weights_bytes(d, group) == few_weights_bytes("token") + parts_bytes
         merge_bytes = struct_bytes("token", "MergeRoom", d) + 16 * constants("token")["kMergedSplits"]
         assert merge_bytes <= few_weights_bytes("token"), "splits are merged where weights were"

@@ -1,14 +1,29 @@
 """How a whole token's linears are cut over an H100 or H200, for shapes of real checkpoints and for small ones, and in
-which order their boxes are copied; needs CuPy but no GPU."""
+which order their boxes are copied."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.base import DeviceWeight
+from kestrel_cuda.backends.operands import DeviceWeight
+from kestrel_cuda.backends.token_cuts import (
+    BOX_ITEMS,
+    COLUMNS,
+    ITEM_BIT,
+    KIND_BIT,
+    MOST_ON_THEIR_WAY,
+    MOST_SETS_AT_ONCE,
+    WARPS,
+    Cut,
+    copy_order,
+    cut_gate_up,
+    cut_token,
+    least_work_bytes,
+    most_on_their_way,
+    slot_bytes,
+    table_bytes,
+)
 from kestrel_cuda.quant.packed import Element, PackedGeometry
 
 SHAPES = {
@@ -30,24 +45,15 @@ pytestmark = [
 
 
 @pytest.fixture
-def token() -> Any:
-    """The module under test; skips where CuPy is missing."""
-    pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-    from kestrel_cuda.backends import cuda_token
-
-    return cuda_token
-
-
-@pytest.fixture
-def cuts(token: Any, element: Element, name: str) -> list[Any]:
+def cuts(element: Element, name: str) -> list[Cut]:
     """Of the joint projection, o, gate and up, down, and lm_head."""
     hidden, attended, joint, products = SHAPES[name]
     shapes = ((hidden, joint), (attended, hidden), (hidden, 2 * products), (products, hidden), (hidden, VOCABULARY))
     weights = [DeviceWeight(PackedGeometry(element, k, n, 32), None, None) for k, n in shapes]
-    return list(token.cut_token(weights[:4], weights[4], MULTIPROCESSORS))
+    return cut_token(weights[:4], weights[4], MULTIPROCESSORS)
 
 
-def test_every_column_and_piece_is_in_one_item(cuts: list[Any]) -> None:
+def test_every_column_and_piece_is_in_one_item(cuts: list[Cut]) -> None:
     for cut in cuts:
         columns = cut.num_sets * cut.set_columns * (2 if cut.gate_up else 1)
         assert 0 <= columns - cut.n < 32
@@ -55,13 +61,13 @@ def test_every_column_and_piece_is_in_one_item(cuts: list[Any]) -> None:
         assert cut.num_groups == 4 * cut.num_pieces
 
 
-def num_slots(token: Any, cuts: list[Any], element: Element) -> int:
-    fixed = token.table_bytes(cuts, LAYERS, MULTIPROCESSORS, HEAD_DIM)
-    fixed += token.least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
-    return int((BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (token.slot_bytes(element) + 2 * 8))
+def num_slots(cuts: list[Cut], element: Element) -> int:
+    fixed = table_bytes(cuts, LAYERS, MULTIPROCESSORS, HEAD_DIM)
+    fixed += least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
+    return (BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (slot_bytes(element) + 2 * 8)
 
 
-def walks(cut: Any, block: int) -> list[tuple[int, int, int]]:
+def walks(cut: Cut, block: int) -> list[tuple[int, int, int]]:
     """What a block sums up of a matrix, in turn: number of a set, first item, end."""
     num_whole = cut.num_sets - cut.num_halved
     found = [(number, 0, cut.num_items) for number in range(block, num_whole, MULTIPROCESSORS)]
@@ -72,80 +78,80 @@ def walks(cut: Any, block: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def test_enough_boxes_are_on_their_way(token: Any, cuts: list[Any], element: Element) -> None:
-    slots = num_slots(token, cuts, element)
-    assert token.most_on_their_way(cuts, slots, MULTIPROCESSORS) == token.MOST_ON_THEIR_WAY
+def test_enough_boxes_are_on_their_way(cuts: list[Cut], element: Element) -> None:
+    slots = num_slots(cuts, element)
+    assert most_on_their_way(cuts, slots, MULTIPROCESSORS) == MOST_ON_THEIR_WAY
     for fewer in range(slots):
-        on_their_way = token.most_on_their_way(cuts, fewer, MULTIPROCESSORS)
+        on_their_way = most_on_their_way(cuts, fewer, MULTIPROCESSORS)
         assert on_their_way <= fewer - max(cut.most_ahead(MULTIPROCESSORS) for cut in cuts)
 
 
-def test_no_warp_passes_over_more_boxes_than_is_reckoned_with(token: Any, cuts: list[Any]) -> None:
+def test_no_warp_passes_over_more_boxes_than_is_reckoned_with(cuts: list[Cut]) -> None:
     """Of a stage, a warp takes items w, w + 16, ... of each set; boxes are counted from the stage's first."""
     of_few_items = DeviceWeight(PackedGeometry(Element.INT8, 1024, 2 * 4608, 32), None, None)
-    halves_of_few_items = token.cut_gate_up(of_few_items, MULTIPROCESSORS)
+    halves_of_few_items = cut_gate_up(of_few_items, MULTIPROCESSORS)
     assert halves_of_few_items.num_halved
-    assert halves_of_few_items.num_pieces < token.WARPS
+    assert halves_of_few_items.num_pieces < WARPS
     for cut in (*cuts, halves_of_few_items):
         for block in range(MULTIPROCESSORS):
-            for warp in range(token.WARPS):
+            for warp in range(WARPS):
                 start, taken, passed = 0, -1, 0
                 for _, first, end in walks(cut, block):
-                    for item in range(warp, end - first, token.WARPS):
-                        box = start + item // token.BOX_ITEMS
+                    for item in range(warp, end - first, WARPS):
+                        box = start + item // BOX_ITEMS
                         passed, taken = max(passed, box - taken), box
-                    start += -(-(end - first) // token.BOX_ITEMS)
+                    start += -(-(end - first) // BOX_ITEMS)
                 assert passed <= cut.most_ahead(MULTIPROCESSORS), (cut, block, warp)
 
 
-def test_boxes_come_in_the_order_in_which_their_items_are_taken(token: Any, cuts: list[Any]) -> None:
+def test_boxes_come_in_the_order_in_which_their_items_are_taken(cuts: list[Cut]) -> None:
     """As token_sums.cuh takes them: of a set, or of a block's half of one, item i is in box i / 4. Every item of every
     set is taken once."""
     taken = {kind: np.zeros((cut.num_sets, cut.num_items), np.int64) for kind, cut in enumerate(cuts)}
-    order = token.copy_order(cuts, MULTIPROCESSORS)
+    order = copy_order(cuts, MULTIPROCESSORS)
     for block, (num_of_layer, num_of_head, *words) in enumerate(order.tolist()):
         boxes = iter(words[: num_of_layer + num_of_head])
         for kind, cut in enumerate(cuts):
             for number, first, end in walks(cut, block):
-                for at in range(first, end, token.BOX_ITEMS):
+                for at in range(first, end, BOX_ITEMS):
                     word = next(boxes)
-                    assert word >> token.KIND_BIT == (kind if kind < 4 else 0)
-                    assert (word & 0xFFFF) * token.COLUMNS == number * cut.set_columns
-                    assert (word >> token.ITEM_BIT & 0xFF) << cut.gate_up == at
-                    taken[kind][number, at : min(at + token.BOX_ITEMS, end)] += 1
+                    assert word >> KIND_BIT == (kind if kind < 4 else 0)
+                    assert (word & 0xFFFF) * COLUMNS == number * cut.set_columns
+                    assert (word >> ITEM_BIT & 0xFF) << cut.gate_up == at
+                    taken[kind][number, at : min(at + BOX_ITEMS, end)] += 1
         assert next(boxes, None) is None
     assert all((of_kind == 1).all() for of_kind in taken.values())
 
 
-def test_the_outputs_that_add_to_the_residual_are_cut_alike(cuts: list[Any]) -> None:
+def test_the_outputs_that_add_to_the_residual_are_cut_alike(cuts: list[Cut]) -> None:
     """A block keeps the residual of its columns from one to the other."""
     _, o, _, down, _ = cuts
     assert (o.num_sets, o.set_columns) == (down.num_sets, down.set_columns)
 
 
-def test_no_block_has_much_more_to_sum_up_than_another(cuts: list[Any]) -> None:
+def test_no_block_has_much_more_to_sum_up_than_another(cuts: list[Cut]) -> None:
     """A block that has half a set has it beside as many whole ones as the others."""
     for cut in cuts:
         most = -(-(cut.num_sets - cut.num_halved) // MULTIPROCESSORS) + (0.5 if cut.num_halved else 0)
         assert most <= 1.1 * cut.num_sets / MULTIPROCESSORS or most == 1
 
 
-def test_sets_are_halved_where_there_are_two_blocks_for_each(token: Any, cuts: list[Any], name: str) -> None:
+def test_sets_are_halved_where_there_are_two_blocks_for_each(cuts: list[Cut], name: str) -> None:
     gate_up = cuts[2]
     assert gate_up.num_halved == {"2b": 60, "4b": 40}.get(name, 0)
     assert 2 * gate_up.num_halved <= MULTIPROCESSORS
     assert (gate_up.num_sets - gate_up.num_halved) % MULTIPROCESSORS == 0 or not gate_up.num_halved
     assert not any(cut.num_halved for cut in cuts if not cut.gate_up)
     for num_blocks in (1, 7, gate_up.num_sets, gate_up.num_sets + 1):
-        few = token.cut_gate_up(DeviceWeight(PackedGeometry(Element.INT8, 2048, gate_up.n, 32), None, None), num_blocks)
+        few = cut_gate_up(DeviceWeight(PackedGeometry(Element.INT8, 2048, gate_up.n, 32), None, None), num_blocks)
         left_over = few.num_sets % num_blocks
         assert few.num_halved in (0, left_over)
         assert few.num_halved == 0 or num_blocks < few.num_sets
 
 
-def test_as_many_sets_at_once_as_there_is_room_for(token: Any, cuts: list[Any]) -> None:
+def test_as_many_sets_at_once_as_there_is_room_for(cuts: list[Cut]) -> None:
     for cut in cuts:
         for more in range(6):
             room = cut.least_bytes + more * 2 * cut.sums_bytes
-            assert cut.fit(room).sets_at_once == min(token.MOST_SETS_AT_ONCE, 1 + more)
+            assert cut.fit(room).sets_at_once == min(MOST_SETS_AT_ONCE, 1 + more)
             assert cut.fit(room + 2 * cut.sums_bytes - 1) == cut.fit(room)

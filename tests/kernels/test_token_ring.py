@@ -1,15 +1,23 @@
 """A token's ring of weights, simulated: no box is taken for another and nobody waits for ever, up to the bound that the
-host sets; one slot less and somebody does. Needs CuPy but no GPU."""
+host sets; one slot less and somebody does."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 
-from kestrel_cuda.backends.base import DeviceWeight
+from kestrel_cuda.backends.operands import DeviceWeight
+from kestrel_cuda.backends.token_cuts import (
+    BOX_ITEMS,
+    LEAST_ON_THEIR_WAY,
+    MOST_ON_THEIR_WAY,
+    Cut,
+    copy_order,
+    cut_token,
+    most_on_their_way,
+)
 from kestrel_cuda.quant.packed import Element, PackedGeometry
 from tests.token_ring_simulation import Block, RingFault, run, walk_of
 
@@ -24,27 +32,18 @@ SHAPES = {
 VOCABULARY, NUM_BLOCKS, NUM_LAYERS = 20000, 132, 2
 
 
-@pytest.fixture
-def token() -> Any:
-    """The module under test; skips where CuPy is missing."""
-    pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-    from kestrel_cuda.backends import cuda_token
-
-    return cuda_token
-
-
-def cuts_of(token: Any, name: str) -> list[Any]:
+def cuts_of(name: str) -> list[Cut]:
     hidden, attended, joint, products = SHAPES[name]
     shapes = ((hidden, joint), (attended, hidden), (hidden, 2 * products), (products, hidden), (hidden, VOCABULARY))
     weights = [DeviceWeight(PackedGeometry(Element.INT8, k, n, 32), None, None) for k, n in shapes]
-    return [replace(cut, sets_at_once=2) for cut in token.cut_token(weights[:4], weights[4], NUM_BLOCKS)]
+    return [replace(cut, sets_at_once=2) for cut in cut_token(weights[:4], weights[4], NUM_BLOCKS)]
 
 
-def blocks(token: Any, name: str, most: int, *, slots_less: int = 0) -> list[Block]:
+def blocks(name: str, most: int, *, slots_less: int = 0) -> list[Block]:
     """A lower half, an upper half, one without a half and the last, in the fewest slots they may have."""
-    cuts = cuts_of(token, name)
+    cuts = cuts_of(name)
     num_slots = most + max(cut.most_ahead(NUM_BLOCKS) for cut in cuts)
-    assert token.most_on_their_way(cuts, num_slots, NUM_BLOCKS) == most
+    assert most_on_their_way(cuts, num_slots, NUM_BLOCKS) == most
     found = []
     for block in (0, 1, NUM_BLOCKS - 6, NUM_BLOCKS - 1):
         walks = [walk_of(cut, block, NUM_BLOCKS) for cut in cuts[:4] * NUM_LAYERS + cuts[4:]]
@@ -54,23 +53,23 @@ def blocks(token: Any, name: str, most: int, *, slots_less: int = 0) -> list[Blo
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_every_warp_takes_the_boxes_it_means(token: Any, name: str, newest_first: bool) -> None:
-    for most in range(token.LEAST_ON_THEIR_WAY, token.MOST_ON_THEIR_WAY + 1):
+def test_every_warp_takes_the_boxes_it_means(name: str, newest_first: bool) -> None:
+    for most in range(LEAST_ON_THEIR_WAY, MOST_ON_THEIR_WAY + 1):
         for seed in range(3):
-            for block in blocks(token, name, most):
+            for block in blocks(name, most):
                 run(block, Random(seed), newest_first=newest_first)
 
 
-def test_boxes_are_as_many_as_the_host_lists(token: Any) -> None:
-    cuts = cuts_of(token, "4b")
-    for block, (num_of_layer, num_of_head, *_) in enumerate(token.copy_order(cuts, NUM_BLOCKS).tolist()):
+def test_boxes_are_as_many_as_the_host_lists() -> None:
+    cuts = cuts_of("4b")
+    for block, (num_of_layer, num_of_head, *_) in enumerate(copy_order(cuts, NUM_BLOCKS).tolist()):
         walks = [walk_of(cut, block, NUM_BLOCKS) for cut in cuts]
-        num_boxes = [sum(-(-items // token.BOX_ITEMS) for items, _ in walk) for walk in walks]
+        num_boxes = [sum(-(-items // BOX_ITEMS) for items, _ in walk) for walk in walks]
         assert (sum(num_boxes[:4]), num_boxes[4]) == (num_of_layer, num_of_head)
 
 
 @pytest.mark.parametrize("most", [2, 3])
-def test_with_a_slot_less_a_warp_takes_a_wrong_box_or_waits_for_ever(token: Any, most: int) -> None:
+def test_with_a_slot_less_a_warp_takes_a_wrong_box_or_waits_for_ever(most: int) -> None:
     def fails(block: Block, seed: int) -> bool:
         try:
             run(block, Random(seed), newest_first=True)
@@ -78,4 +77,4 @@ def test_with_a_slot_less_a_warp_takes_a_wrong_box_or_waits_for_ever(token: Any,
             return True
         return False
 
-    assert any(fails(block, seed) for seed in range(10) for block in blocks(token, "2b", most, slots_less=1))
+    assert any(fails(block, seed) for seed in range(10) for block in blocks("2b", most, slots_less=1))

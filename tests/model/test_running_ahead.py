@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import kestrel_cuda.generate
-from kestrel_cuda.backends.base import CHOSEN_SLOTS
 from kestrel_cuda.backends.cpu import CpuBackend
+from kestrel_cuda.backends.operands import CHOSEN_SLOTS
 from kestrel_cuda.checkpoint.reader import Checkpoint
 from kestrel_cuda.engine import Engine
 from kestrel_cuda.errors import CheckpointError

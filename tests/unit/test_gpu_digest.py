@@ -11,17 +11,25 @@ import pytest
 from scripts import gpu_digest
 from tests.gpu_report import skip_reason
 
+GPU_CODE = (
+    "kernels/gemv.cu",
+    "kernels/library.py",
+    "backends/cuda.py",
+    "backends/token_cuts.py",
+    "residency/pool.py",
+)
+
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    for name in ("kernels/gemv.cu", "kernels/library.py", "backends/cuda.py", "backends/cpu.py", "residency/pool.py"):
+    for name in (*GPU_CODE, "backends/cpu.py"):
         path = tmp_path / "kestrel_cuda" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["kernels/gemv.cu", "kernels/library.py", "backends/cuda.py", "residency/pool.py"])
+@pytest.mark.parametrize("name", GPU_CODE)
 def test_a_change_to_gpu_code_changes_it(checkout: Path, name: str) -> None:
     before = gpu_digest.gpu_digest(checkout)
     (checkout / "kestrel_cuda" / name).write_text("changed")
