@@ -24,6 +24,7 @@ from kestrel_cuda.backends.operands import (
 )
 from kestrel_cuda.backends.vision import BFLOAT16, Affine, After
 from kestrel_cuda.config import VisionConfig
+from kestrel_cuda.kernels import library
 from kestrel_cuda.model.patch_positions import frame_places
 from kestrel_cuda.quant.kv_rows import KV_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry, entry_views, slab_layout
@@ -66,6 +67,7 @@ def hollow_backend(cuda: Any, kernels: FakeLibrary) -> Any:
             self.most_shared_bytes = LEAST_SHARED_BYTES
             self.device_memory = SimpleNamespace(array=np.zeros, free=lambda array: None)
             self._best, self._best_id = np.zeros(256, np.float32), np.zeros(256, np.int32)
+            self._maps = SimpleNamespace(of=hollow_map)
 
         def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
             return np.zeros(shape, dtype)
@@ -86,6 +88,15 @@ def hollow_backend(cuda: Any, kernels: FakeLibrary) -> Any:
             return 1.0
 
     return HollowBackend()
+
+
+def hollow_map(matrix: Any, box: tuple[int, int], *, swizzled: bool = False) -> Any:
+    """No map, after a look at what the copy engine and the driver want of one."""
+    columns_bytes, box_bytes = (length * matrix.dtype.itemsize for length in (matrix.shape[1], box[1]))
+    assert columns_bytes % 16 == box_bytes % 16 == 0
+    assert max(box) <= 256
+    assert not swizzled or box_bytes == 128
+    return np.zeros(1, library.COPY_MAP)
 
 
 def weight(geometry: PackedGeometry) -> DeviceWeight:
@@ -271,6 +282,7 @@ def launch_everything(cuda: Any) -> FakeLibrary:
     backend = hollow_backend(cuda, kernels)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(cuda_device, "runtime", SimpleNamespace(memGetInfo=lambda: (1 << 40, 1 << 40)))
+        monkeypatch.setattr(cuda, "driver_bindings_work", lambda: True)
         for capability in (80, 90):
             monkeypatch.setattr(backend, "compute_capability", capability)
             run_linears(backend)

@@ -13,12 +13,14 @@ import numpy as np
 
 from kestrel_cuda.backends.base import Preparation
 from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS
+from kestrel_cuda.backends.cuda_copy_maps import ROW_MULTIPLE_BYTES, CopyMaps
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_device import TABLE_KINDS
 from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
 from kestrel_cuda.backends.operands import Activation, DeviceWeight, SequenceState, new_activation
 from kestrel_cuda.config import KvDtype
+from kestrel_cuda.kernels.library import driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry, round_up
 
@@ -27,8 +29,8 @@ WIDE_M, WIDE_N, WIDE_THREADS = 128, 128, 256
 SMALL_M, SMALL_N, SMALL_THREADS = 64, 64, 128
 TILE_STAGES = 3
 WARPGROUP_M, WARPGROUP_N, WARPGROUP_THREADS = 128, 128, 384
-WARPGROUP_STAGES, WARPGROUP_SCALES = 4, 160
-PIECE_INPUTS = 128
+WARPGROUP_STAGES, WARPGROUP_SCALES, WARPGROUP_WORDS = 4, 160, 136
+PIECE_INPUTS, PIECE_GROUPS = 128, 4
 MAX_ROWS_KERNEL = 4
 MAX_WARPS = 16
 FLOAT_ROWS = 8
@@ -48,11 +50,12 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         super().__init__(device, cubin_dir=cubin_dir)
         self._best = self.zeros((256,), np.float32)
         self._best_id = self.zeros((256,), np.int32)
+        self._maps = CopyMaps()
 
     def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
         files = {"gemv", "norm", "pointwise", "rope", "attention", *_ATTENTION_FILES[kv]}
         if quantized:
-            files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self.has_warpgroup_mma else set())
+            files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self._has_warpgroup_linears else set())
         if quantized and whole_token and kv is KvDtype.F16 and (file := self.token_file(head_dim)):
             files.add(file)
         return Preparation(*self.kernels.compile_beside(files))
@@ -83,14 +86,14 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
     ) -> None:
         geometry = weight.geometry
         out = out_mn if column == 0 else out_mn.reshape(-1)[column:]
-        common = {"out_mn": out, "m": num_rows, "n": geometry.num_outputs, "n_padded": geometry.n_padded,
-                  "ldo": out_mn.shape[1], "residual": int(add)}  # fmt: skip
+        common = {"out_mn": out, "m": num_rows, "n": geometry.num_outputs, "ldo": out_mn.shape[1],
+                  "residual": int(add)}  # fmt: skip
         if weight.scales_gn is None:
             warps = min(MAX_WARPS, max(1, -(-geometry.num_inputs // PIECE_INPUTS)))
             self.kernels["linear_float"](
                 (-(-geometry.n_padded // 32), -(-num_rows // FLOAT_ROWS)), (32 * max(warps, FLOAT_ROWS),),
                 x_mk=x.values_mk, values_kn=weight.codes_kn, weight_kind=_WEIGHT_KINDS[geometry.element],
-                k=geometry.num_inputs, **common,
+                k=geometry.num_inputs, n_padded=geometry.n_padded, **common,
             )  # fmt: skip
             return
         assert x.codes_mk is not None
@@ -98,38 +101,55 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
             self.linear_row(x, weight, out, add=add)
             return
         suffix = geometry.element.value
-        common |= {"x_codes": x.codes_mk, "x_scales": x.scales_mg, "codes_kn": weight.codes_kn,
-                   "scales_gn": weight.scales_gn, "k_padded": geometry.k_padded,
+        common |= {"x_scales": x.scales_mg, "k_padded": geometry.k_padded,
                    "groups_per_scale": geometry.group_size // ACTIVATION_GROUP}  # fmt: skip
-        if num_rows > MAX_ROWS_KERNEL:
-            self._linear_tiles(geometry, common)
+        codes = {"x_codes": x.codes_mk, "codes_kn": weight.codes_kn, "scales_gn": weight.scales_gn,
+                 "n_padded": geometry.n_padded}  # fmt: skip
+        if num_rows <= MAX_ROWS_KERNEL:
+            rows = 2 if num_rows == 2 else 4
+            warps = max(min(MAX_WARPS, -(-geometry.k_padded // PIECE_INPUTS)), rows)
+            grid = (-(-geometry.n_padded // 32), -(-num_rows // rows))
+            self.kernels[f"linear_rows{rows}_{suffix}"](grid, (32 * warps,), **codes, **common)
             return
-        rows = 2 if num_rows == 2 else 4
-        warps = max(min(MAX_WARPS, -(-geometry.k_padded // PIECE_INPUTS)), rows)
-        grid = (-(-geometry.n_padded // 32), -(-num_rows // rows))
-        self.kernels[f"linear_rows{rows}_{suffix}"](grid, (32 * warps,), **common)
-
-    def _linear_tiles(self, geometry: PackedGeometry, common: dict[str, Any]) -> None:
-        kernel, rows, columns, threads = "linear_tiles", WIDE_M, WIDE_N, WIDE_THREADS
         # A fourth of the multiprocessors may rest: a wide tile needs fewer instructions and reads half as much.
-        if 4 * -(-geometry.n_padded // WIDE_N) * -(-common["m"] // WIDE_M) < 3 * self.num_multiprocessors:
-            kernel, rows, columns, threads = "linear_small_tiles", SMALL_M, SMALL_N, SMALL_THREADS
-        elif self.has_warpgroup_mma:
-            self.kernels[f"linear_warpgroups_{geometry.element.value}"](
-                (-(-geometry.n_padded // WARPGROUP_N), -(-common["m"] // WARPGROUP_M)),
-                (WARPGROUP_THREADS,),
-                shared_bytes=warpgroup_bytes(geometry.element),
-                **common,
-            )
-            return
+        num_wide = -(-geometry.n_padded // WIDE_N) * -(-num_rows // WIDE_M)
+        if 4 * num_wide < 3 * self.num_multiprocessors:
+            self._linear_tiles("linear_small_tiles", SMALL_M, SMALL_N, SMALL_THREADS, geometry, codes | common)
+        elif self._has_warpgroup_linears and 2 * geometry.n_padded % ROW_MULTIPLE_BYTES == 0:
+            self._linear_warpgroups(x, weight, common)
+        else:
+            self._linear_tiles("linear_tiles", WIDE_M, WIDE_N, WIDE_THREADS, geometry, codes | common)
+
+    @property
+    def _has_warpgroup_linears(self) -> bool:
+        return self.has_warpgroup_mma and driver_bindings_work()
+
+    def _linear_warpgroups(self, x: Activation, weight: DeviceWeight, common: dict[str, Any]) -> None:
+        geometry = weight.geometry
+        groups_per_scale = common["groups_per_scale"]
+        assert groups_per_scale == 1 or groups_per_scale % PIECE_GROUPS == 0
+        scale_rows = PIECE_GROUPS if groups_per_scale == 1 else 1
+        self.kernels[f"linear_warpgroups_{geometry.element.value}"](
+            (-(-geometry.n_padded // WARPGROUP_N), -(-common["m"] // WARPGROUP_M)),
+            (WARPGROUP_THREADS,),
+            shared_bytes=warpgroup_bytes(geometry.element),
+            x_map=self._maps.of(x.codes_mk, (WARPGROUP_M, PIECE_INPUTS), swizzled=True),
+            codes_map=self._maps.of(weight.codes_kn, (_word_rows(geometry.element), WARPGROUP_WORDS)),
+            scales_map=self._maps.of(weight.scales_gn, (scale_rows, WARPGROUP_N)),
+            **common,
+        )
+
+    def _linear_tiles(
+        self, kernel: str, rows: int, columns: int, threads: int, geometry: PackedGeometry, arguments: dict[str, Any]
+    ) -> None:
         stage_bytes = _tile_stage_bytes(geometry.element, rows, columns)
         num_stages = TILE_STAGES if TILE_STAGES * stage_bytes <= self.most_shared_bytes else TILE_STAGES - 1
         self.kernels[f"{kernel}_{geometry.element.value}"](
-            (-(-geometry.n_padded // columns), -(-common["m"] // rows)),
+            (-(-geometry.n_padded // columns), -(-arguments["m"] // rows)),
             (threads,),
             shared_bytes=num_stages * stage_bytes,
             num_stages=num_stages,
-            **common,
+            **arguments,
         )
 
     def silu_mul(self, gate_up_mn: Any, up_column: int, out: Activation, num_rows: int) -> None:
@@ -171,17 +191,20 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         self.kernels["advance_position"]((1,), (1,), position=state.position, num_rows=num_rows)
 
 
+def _word_rows(element: Element) -> int:
+    """Word rows of a piece."""
+    return PIECE_GROUPS * (8 if element is Element.INT8 else 4)
+
+
 def warpgroup_bytes(element: Element) -> int:
     """gemm_warpgroup.cu's `Shared`: stages of codes and scales, aligned as the mma wants them, two barriers each."""
-    groups, words_per_group = PIECE_INPUTS // ACTIVATION_GROUP, 8 if element is Element.INT8 else 4
-    codes = WARPGROUP_M * PIECE_INPUTS + groups * words_per_group * (WARPGROUP_N + 8) * 4
-    stage_bytes = round_up(codes + groups * (WARPGROUP_SCALES * 4 + WARPGROUP_N * 2), 1024)
+    codes = WARPGROUP_M * PIECE_INPUTS + _word_rows(element) * WARPGROUP_WORDS * 4
+    stage_bytes = round_up(codes + PIECE_GROUPS * (WARPGROUP_N * 2 + WARPGROUP_SCALES * 4), 1024)
     return WARPGROUP_STAGES * stage_bytes + 1024
 
 
 def _tile_stage_bytes(element: Element, rows: int, columns: int) -> int:
     """gemm.cu's `Stage`: codes of rows and of columns, their scales, and what keeps the banks apart."""
-    groups = PIECE_INPUTS // ACTIVATION_GROUP
-    row_words, words_per_group = (36, 8) if element is Element.INT8 else (40, 4)
-    words = rows * row_words + groups * words_per_group * (columns + 8)
-    return 4 * (words + groups * (rows + 8 + columns // 2))
+    row_words = 36 if element is Element.INT8 else 40
+    words = rows * row_words + _word_rows(element) * (columns + 8)
+    return 4 * (words + PIECE_GROUPS * (rows + 8 + columns // 2))

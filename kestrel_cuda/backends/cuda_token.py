@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_cuda.backends.cuda_attention import AttentionSteps, log2_scale
+from kestrel_cuda.backends.cuda_copy_maps import describe
 from kestrel_cuda.backends.cuda_device import TABLE_KINDS, CudaDevice
 from kestrel_cuda.backends.operands import Decoder, DecoderLayer, DeviceWeight, SequenceState
 from kestrel_cuda.backends.token_cuts import (
@@ -35,7 +36,6 @@ from kestrel_cuda.backends.token_cuts import (
     table_bytes,
     words_per_piece,
 )
-from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.kernels.library import Kernel, driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 
@@ -54,8 +54,6 @@ def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
     Its axes, innermost first: columns, halves of an item or gate and up, rows of a piece, pieces or pairs of them.
     Raises DeviceError when the driver refuses.
     """
-    from cuda.bindings import driver
-
     columns, size = array.shape[1], array.dtype.itemsize
     row_bytes = columns * size
     piece_bytes = rows_per_piece * row_bytes
@@ -68,23 +66,8 @@ def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
     else:
         num_items, shape, box = cut.num_pieces, (columns, 1), (2 * COLUMNS, 1)
         strides = (row_bytes, row_bytes, piece_bytes)
-    kinds = driver.CUtensorMapDataType
-    status, described = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if size == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        4,
-        array.data.ptr,
-        [driver.cuuint64_t(length) for length in (*shape, rows_per_piece, num_items)],
-        [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(length) for length in (*box, rows_per_piece, cut.box_items)],
-        [driver.cuuint32_t(1)] * 4,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"the driver cannot describe a matrix of {array.shape} to the copy engine: {status.name}")
-    return [int(word) for word in described.opaque]
+    lengths, box_lengths = (*shape, rows_per_piece, num_items), (*box, rows_per_piece, cut.box_items)
+    return describe(array.data.ptr, size, lengths, strides, box_lengths)
 
 
 def copy_maps(weights: Sequence[DeviceWeight], cuts: Sequence[Cut]) -> NDArray[np.uint64]:

@@ -1,16 +1,19 @@
 // Linears over packed weights for many rows on Hopper's warpgroup mma. The sums are those of gemm.cu to the bit.
 //
-// A block owns 128 rows x 128 columns and goes through the pieces of 128 inputs. One warpgroup copies them into a ring of
-// stages, two sum them up, each 64 columns of all rows. Weights are the mma's first operand, from registers: a lane's
-// words are those of the packed matrix, four inputs of a column. Activations are its second, from shared memory.
+// A block owns 128 rows x 128 columns and goes through the pieces of 128 inputs. One warpgroup fills a ring of stages:
+// the copy engine brings codes and scales of weights and codes of rows, threads bring the scales of rows. Two sum up,
+// each 64 columns of all rows. Weights are the mma's first operand, from registers: a lane's words are those of the
+// packed matrix, four inputs of a column. Activations are its second, from shared memory.
 //
-// A warp issues one instruction to make an output's dot of 32 inputs a float, one for the product of scales, one for the
-// sum; the mma of the next dots runs meanwhile, over two pieces at a time: ptxas takes no mma that is under way where a
-// loop begins anew. Only an mma's 64 rows are summed up over a piece at a time, which leaves registers for that.
+// A warp issues one instruction to make an output's dot of 32 inputs a float, one for the product of scales, one for
+// the sum; the mma of the next dots runs meanwhile, over two pieces at a time: ptxas takes no mma that is under way
+// where a loop begins anew. Only an mma's 64 rows are summed up over a piece at a time, which leaves registers for
+// that.
 
 #include "common.cuh"
 #include "barriers.cuh"
 #include "warpgroup.cuh"
+#include "copy_engine.cuh"
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 128;
@@ -22,9 +25,9 @@ constexpr int kSummers = kTileN / kMmaN;
 constexpr int kTileThreads = (kSummers + 1) * kWarpgroup;
 constexpr int kStages = 4;
 constexpr int kTogether = 2;           // pieces without a break between mmas
-constexpr int kCopierRegisters = 40;           // of 168 a thread that the block begins with
-constexpr int kSummerRegisters = 232;
-constexpr int kColumnWords = kTileN + 8;       // lengths of rows that keep reads free of bank conflicts
+constexpr int kCopierRegisters = 24;           // of 168 a thread that the block begins with
+constexpr int kSummerRegisters = 240;
+constexpr int kColumnWords = kTileN + 8;       // of a box, which reaches into the next tile: rows in different banks
 constexpr int kScaleRun = kMmaM / 4 + 4;       // of a lane's scales of an mma's rows
 constexpr int kScaleWords = kBlocks * 4 * kScaleRun;
 static_assert(kStages % kTogether == 0);
@@ -36,8 +39,8 @@ template <int kBits>
 struct alignas(1024) Stage {
     unsigned char x_codes[kTileM * kSwizzledRow];
     u32 codes_kn[kWordRows<kBits>][kColumnWords];
+    u16 scales_gn[kGroupsPerPiece][kTileN];            // or the first row, of a scale for a piece or more
     float x_scales_gm[kGroupsPerPiece][kScaleWords];   // rows by `scale_place`
-    u16 scales_gn[kGroupsPerPiece][kTileN];
 };
 
 template <int kBits>
@@ -47,12 +50,9 @@ struct Shared {
 };
 
 struct Linear {
-    const unsigned char* x_codes;
     const float* x_scales;
-    const u32* codes_kn;
-    const u16* scales_gn;
     float* out_mn;
-    int m, n, n_padded, num_groups, log2_groups_per_scale, ldo, residual;
+    int m, n, num_groups, log2_groups_per_scale, ldo, residual;
 
     // Those past the last group add nothing.
     __device__ int num_pieces() const {
@@ -94,90 +94,73 @@ __device__ inline int scale_place(int row) {
     return (row / kMmaM * 4 + row % 8 / 2) * kScaleRun + row % kMmaM / 8 * 2 + row % 2;
 }
 
-// What a thread of the first warpgroup copies of each piece. Rows and columns past the last are copies of the last, and
-// summed up for nothing; groups past the last are zeros, which add nothing.
+// What the boxes of a linear are copied by: codes of activations; codes and scales of weights.
+struct CopyMaps {
+    const CopyMap &x, &codes, &scales;
+};
+
+// The first warpgroup: one thread has boxes copied, each writes a row's scales. Rows past the last have scales of zero;
+// groups past the last are zeros throughout, which add nothing.
 template <int kBits>
 struct Copier {
-    static constexpr int kRowChunks = kPiece / 16, kRowStep = kWarpgroup / kRowChunks, kRows = kTileM / kRowStep;
-    static constexpr int kColumnChunks = kTileN / 4, kWordStep = kWarpgroup / kColumnChunks;
-    static constexpr int kScaleRowStep = kWarpgroup / kGroupsPerPiece, kScaleRows = kTileM / kScaleRowStep;
-    static constexpr int kPairs = kTileN / 2, kPairStep = kWarpgroup / kPairs;
-    static constexpr int kWordsPerGroup = kBits;               // of a column: 32 codes of kBits
-    static_assert(kRowStep % 8 == 0, "a thread's chunks are swizzled alike");
-    static_assert(kScaleRowStep % 8 == 0, "a thread's scales are of rows alike");
+    static_assert(kTileM == kWarpgroup);
+    static constexpr int kCodeBytes = kTileM * kSwizzledRow + kWordRows<kBits> * kColumnWords * 4;
+    static constexpr int kScaleRowBytes = kTileN * 2;
 
-    // 32 bits hold every offset: activations of 2^32 bytes would be over a million rows.
-    u32 row_from[kRows], scale_row_from[kScaleRows], words_from, pair_from;
+    const Linear& of;
+    const CopyMaps& maps;
 
-    __device__ void start(const Linear& of) {
-        const int thread = threadIdx.x, first_row = blockIdx.y * kTileM, first_column = blockIdx.x * kTileN;
+    __device__ void load_scales(float (&scales)[kGroupsPerPiece], int piece) const {
+        const int row = blockIdx.y * kTileM + threadIdx.x, first = piece * kGroupsPerPiece;
+        const float* const from = of.x_scales + (i64)row * of.num_groups + first;
+        if (of.num_groups % kGroupsPerPiece == 0) {
+            const float4 four = row < of.m && first < of.num_groups ? *(const float4*)from : float4{};
+            scales[0] = four.x, scales[1] = four.y, scales[2] = four.z, scales[3] = four.w;
+            return;
+        }
 #pragma unroll
-        for (int i = 0; i < kRows; ++i)
-            row_from[i] =
-                (u32)min(first_row + thread / kRowChunks + i * kRowStep, of.m - 1) * (of.num_groups * kGroup) +
-                thread % kRowChunks * 16;
-#pragma unroll
-        for (int i = 0; i < kScaleRows; ++i)
-            scale_row_from[i] =
-                (u32)min(first_row + thread / kGroupsPerPiece + i * kScaleRowStep, of.m - 1) * of.num_groups +
-                thread % kGroupsPerPiece;
-        words_from = (u32)min(first_column + thread % kColumnChunks * 4, of.n_padded - 4);
-        pair_from = (u32)min(first_column + thread % kPairs * 2, of.n_padded - 2);
+        for (int g = 0; g < kGroupsPerPiece; ++g) scales[g] = row < of.m && first + g < of.num_groups ? from[g] : 0.0f;
     }
 
-    __device__ void copy(const Linear& of, const Stage<kBits>& stage, int piece) {
-        const int thread = threadIdx.x, first_group = piece * kGroupsPerPiece, groups = of.num_groups - first_group;
-        const u32 x_to = shared_address(stage.x_codes) + swizzled(thread / kRowChunks, thread % kRowChunks);
-        const unsigned char* const x_codes = of.x_codes + piece * kPiece;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-            copy_16(x_to + i * kRowStep * kSwizzledRow, x_codes + row_from[i], thread % kRowChunks / 2 < groups);
-        const u32 w_to = shared_address(&stage.codes_kn[thread / kColumnChunks][thread % kColumnChunks * 4]);
-        const u32* codes_kn =
-            of.codes_kn + (i64)(piece * kWordRows<kBits> + thread / kColumnChunks) * of.n_padded + words_from;
-#pragma unroll
-        for (int i = 0; i < kWordRows<kBits> / kWordStep; ++i) {
-            const int word_row = thread / kColumnChunks + i * kWordStep;
-            copy_16(w_to + i * kWordStep * kColumnWords * 4, codes_kn, word_row / kWordsPerGroup < groups);
-            codes_kn += (i64)kWordStep * of.n_padded;
-        }
-        const u32 scale_to =
-            shared_address(&stage.x_scales_gm[thread % kGroupsPerPiece][scale_place(thread / kGroupsPerPiece)]);
-        const float* const x_scales = of.x_scales + first_group;
-#pragma unroll
-        for (int i = 0; i < kScaleRows; ++i)
-            copy_4(scale_to + scale_place(i * kScaleRowStep) * 4, x_scales + scale_row_from[i],
-                   thread % kGroupsPerPiece < groups);
-        const u32 pair_to = shared_address(&stage.scales_gn[thread / kPairs][thread % kPairs * 2]);
-#pragma unroll
-        for (int i = 0; i < kGroupsPerPiece / kPairStep; ++i) {
-            const int group = thread / kPairs + i * kPairStep;
-            const u32 scale_group = (u32)(first_group + group) >> of.log2_groups_per_scale;
-            copy_4(pair_to + i * kPairStep * kTileN * 2, of.scales_gn + (i64)scale_group * of.n_padded + pair_from,
-                   group < groups);
-        }
-        commit_copies();
+    // Into the second-level cache: what a row's sums are added to.
+    __device__ void prefetch_before() const {
+        constexpr int kLineFloats = 128 / sizeof(float);
+        const int row = blockIdx.y * kTileM + threadIdx.x, first_column = blockIdx.x * kTileN;
+        if (row >= of.m) return;
+#pragma unroll 1
+        for (int column = first_column; column < min(first_column + kTileN, of.n); column += kLineFloats)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(of.out_mn + (i64)row * of.ldo + column));
     }
 
-    // All pieces; a stage is shown once the copies of the one after are under way.
-    __device__ void run(const Linear& of, const Shared<kBits>& shared) {
+    __device__ void copy(const Stage<kBits>& stage, int piece, u32 full) const {
+        const int first_row = blockIdx.y * kTileM, first_column = blockIdx.x * kTileN;
+        // A box has the rows of a piece, or the one that serves all of it.
+        const int scale_rows = of.log2_groups_per_scale ? 1 : kGroupsPerPiece;
+        expect_bytes(full, kCodeBytes + scale_rows * kScaleRowBytes);
+        copy_box(shared_address(stage.x_codes), maps.x, piece * kPiece, first_row, full);
+        copy_box(shared_address(stage.codes_kn), maps.codes, first_column, piece * kWordRows<kBits>, full);
+        copy_box(shared_address(stage.scales_gn), maps.scales, first_column,
+                 piece * kGroupsPerPiece >> of.log2_groups_per_scale, full);
+    }
+
+    __device__ void run(Shared<kBits>& shared) const {
         const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
-        const auto show = [&](int piece) {
-            show_to_mma();
-            arrive(full + piece % kStages * 8);
-        };
         const int num_pieces = of.num_pieces();
-        start(of);
+        float scales[kGroupsPerPiece];
+        load_scales(scales, 0);
 #pragma unroll 1
         for (int piece = 0; piece < num_pieces; ++piece) {
-            if (piece >= kStages) wait_barrier(empty + piece % kStages * 8, (piece / kStages - 1) & 1);
-            copy(of, shared.stages[piece % kStages], piece);
-            if (piece == 0) continue;
-            await_copies<1>();
-            show(piece - 1);
+            const int at = piece % kStages;
+            Stage<kBits>& stage = shared.stages[at];
+            if (piece >= kStages) wait_barrier(empty + at * 8, (piece / kStages - 1) & 1);
+            // Asked for before its own scales, which may have to be waited for, are written.
+            if (threadIdx.x == 0) copy(stage, piece, full + at * 8);
+#pragma unroll
+            for (int g = 0; g < kGroupsPerPiece; ++g) stage.x_scales_gm[g][scale_place(threadIdx.x)] = scales[g];
+            arrive(full + at * 8);
+            load_scales(scales, piece + 1);
+            if (of.residual && piece == num_pieces - kTogether) prefetch_before();
         }
-        await_copies<0>();
-        show(num_pieces - 1);
     }
 };
 
@@ -187,6 +170,7 @@ struct Summer {
     static constexpr int kSteps = kBlocks * kGroupsPerPiece;   // mmas of a piece
 
     int column, j;                                             // in the tile; lane of a quad
+    int log2_groups_per_scale;
     u32 codes[kGroupsPerPiece][4];
     float scales[kGroupsPerPiece][2];
     int dots[2][kSums];
@@ -200,7 +184,7 @@ struct Summer {
             codes[g][2 * half] = kBits == 8 ? words.x : codes_of_nibbles(words.x, j % 2 * 4);
             codes[g][2 * half + 1] = kBits == 8 ? words.y : codes_of_nibbles(words.y, j % 2 * 4);
         }
-        const u32 pair = *(const u32*)&stage.scales_gn[g][column];
+        const u32 pair = *(const u32*)&stage.scales_gn[g >> log2_groups_per_scale][column];
         scales[g][0] = half_to_float((u16)pair), scales[g][1] = half_to_float((u16)(pair >> 16));
     }
 
@@ -315,24 +299,25 @@ __device__ inline void store(const Linear& of, int first_row, int column, const 
 }
 
 template <int kBits>
-__device__ inline void linear_warpgroups(const Linear& of) {
+__device__ inline void linear_warpgroups(const Linear& of, const CopyMaps& maps) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     auto& shared = *(Shared<kBits>*)bytes;
     if (threadIdx.x < kStages) {
         init_barrier(shared_address(shared.full + threadIdx.x), kWarpgroup);
         init_barrier(shared_address(shared.empty + threadIdx.x), kSummers * kWarpgroup / kWarp);
+        publish_barriers();
     }
     __syncthreads();
     if (threadIdx.x < kWarpgroup) {
         give_registers_back<kCopierRegisters>();
-        Copier<kBits> copier;
-        copier.run(of, shared);
+        Copier<kBits>{of, maps}.run(shared);
     } else {
         take_registers<kSummerRegisters>();
         // A warp has 16 of the tile's columns: four warps an mma, two mmas.
         const int warp = (threadIdx.x - kWarpgroup) / kWarp, lane = threadIdx.x % kWarp;
         Summer<kBits> summer;
         summer.column = warp * 16 + lane / 4 * 2, summer.j = lane % 4;
+        summer.log2_groups_per_scale = of.log2_groups_per_scale;
         float total[kBlocks][kSums];
         summer.sum_tile(shared, of.num_pieces(), total);
         const int first_row = blockIdx.y * kTileM + 2 * summer.j, column = blockIdx.x * kTileN + summer.column;
@@ -341,13 +326,18 @@ __device__ inline void linear_warpgroups(const Linear& of) {
     }
 }
 
-// Dynamic shared memory: a `Shared`. Grid: (ceil(n_padded / 128), ceil(m / 128)).
+// Dynamic shared memory: a `Shared`. Grid: (ceil(n_padded / 128), ceil(m / 128)). Boxes of the maps: 128 rows x 128
+// bytes of x, swizzled; `kWordRows` x `kColumnWords` words; 4 x 128 scales, or 1 x 128 where one serves a piece or
+// more. Rows of x past m may hold anything. k_padded and groups_per_scale stand apart: side by side they are loaded as
+// a pair, and ptxas orders the loop over the pieces in another way than the one that was measured.
 #define LINEAR_WARPGROUPS(NAME, BITS)                                                                                  \
     extern "C" __global__ void __launch_bounds__(kTileThreads, 1)                                                      \
-    NAME(const u32* x_codes, const float* x_scales, const u32* codes_kn, const u16* scales_gn, float* out_mn, int m,   \
-         int n, int n_padded, int k_padded, int groups_per_scale, int ldo, int residual) {                             \
-        linear_warpgroups<BITS>({(const unsigned char*)x_codes, x_scales, codes_kn, scales_gn, out_mn, m, n, n_padded, \
-                                 k_padded / kGroup, 31 - __clz(groups_per_scale), ldo, residual});                     \
+    NAME(const __grid_constant__ CopyMap x_map, const __grid_constant__ CopyMap codes_map,                             \
+         const __grid_constant__ CopyMap scales_map, const float* x_scales, float* out_mn, int m, int n, int k_padded, \
+         int ldo, int groups_per_scale, int residual) {                                                                \
+        linear_warpgroups<BITS>(                                                                                       \
+            {x_scales, out_mn, m, n, k_padded / kGroup, 31 - __clz(groups_per_scale), ldo, residual},                  \
+            {x_map, codes_map, scales_map});                                                                           \
     }
 
 LINEAR_WARPGROUPS(linear_warpgroups_int8, 8)

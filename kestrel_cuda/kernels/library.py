@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ _INCLUDE = re.compile(r'#include "(\w+\.cuh)"\n')
 _SIGNATURE = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*(?:\([^)]*\)[^)]*)*\)\s*)?(\w+)\s*\(([^)]*)\)\s*\{', re.S
 )
+_PARAMETER = re.compile(r"(?:const )?(\w+)\s*(\*?)\s*(\w+)")
 _MACRO = re.compile(r"#define (\w+)\(([\w, ]+)\)(.*?[^\\])\n", re.S)
 _SCALARS: dict[str, Callable[[Any], Any]] = {"int": np.int32, "float": np.float32, "i64": np.int64}
 _INTEGERS = (int, np.integer)
@@ -56,17 +57,26 @@ _POINTEES = {
     "int": np.dtype(np.int32),
     "float": np.dtype(np.float32),
 }
+COPY_MAP = np.dtype([("words", np.uint64, 16)])
+"""What a `CopyMap` is passed as, a NumPy array of one: the driver's description of a matrix to the copy engine."""
+
+# Declared `const __grid_constant__`, so that the copy engine can read them where they were passed.
+_IN_PLACE = {"CopyMap": COPY_MAP}
 # Arrays that hold raw bits or their float16 reading are the same to a kernel.
 _SAME_BITS = {(np.dtype(np.uint16), np.dtype(np.float16)), (np.dtype(np.uint32), np.dtype(np.int8))}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel: a scalar of `c_type`, or a pointer to it."""
+    """One parameter of a kernel: a value of `c_type`, or a pointer to it."""
 
     name: str
     c_type: str
     is_pointer: bool
+
+    @property
+    def is_read_in_place(self) -> bool:
+        return not self.is_pointer and self.c_type in _IN_PLACE
 
 
 @dataclass(frozen=True)
@@ -116,8 +126,10 @@ def signatures(name: str) -> dict[str, Signature]:
     for kernel, parameters in _SIGNATURE.findall(_expand_macros(source(name))):
         parsed = []
         for text in (p.strip() for p in parameters.replace("\n", " ").split(",")):
-            match = re.fullmatch(r"(?:const )?(\w+)\s*(\*?)\s*(\w+)", text)
-            if not match or match[1] not in (_POINTEES if match[2] else _SCALARS):
+            bare = text.removeprefix("const __grid_constant__ ")
+            match = _PARAMETER.fullmatch(bare)
+            values: Container[str] = _SCALARS if bare == text else _IN_PLACE
+            if not match or match[1] not in (_POINTEES if match[2] else values):
                 raise InternalError(f"{name}.cu: cannot read the parameter {text!r} of {kernel}")
             parsed.append(Parameter(match[3], match[1], bool(match[2])))
         found[kernel] = Signature(kernel, tuple(parsed))
@@ -177,6 +189,7 @@ class Kernel:
 
     def __init__(self, signature: Signature, raw_kernel: Any, stream: Any) -> None:
         self.signature = signature
+        self._takes_maps = any(parameter.is_read_in_place for parameter in signature.parameters)
         self._raw_kernel = raw_kernel
         self._launch = raw_kernel.kernel
         self._stream = stream
@@ -200,6 +213,8 @@ class Kernel:
         one that is `all_at_once` no block starts before there is room for every block, whatever else the card runs.
         Raises InternalError when an argument does not fit the signature.
         """
+        if (dependent or all_at_once) and self._takes_maps:
+            raise InternalError(f"{self.signature.name} takes copy maps, which are passed to ordinary launches only")
         packed = []
         for parameter in self.signature.parameters:
             try:
@@ -245,6 +260,8 @@ class Kernel:
 
 
 def _pack(kernel: str, parameter: Parameter, value: Any) -> Any:
+    if parameter.is_read_in_place:
+        return _pack_in_place(kernel, parameter, value)
     if not parameter.is_pointer:
         if isinstance(value, _NUMBERS if parameter.c_type == "float" else _INTEGERS):
             try:
@@ -259,6 +276,16 @@ def _pack(kernel: str, parameter: Parameter, value: Any) -> Any:
     if not is_array or (wanted is not None and found != wanted and (wanted, found) not in _SAME_BITS):
         raise InternalError(f"{kernel}: {parameter.name} takes an array of {wanted}, not {found or type(value)}")
     return value
+
+
+def _pack_in_place(kernel: str, parameter: Parameter, value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype == _IN_PLACE[parameter.c_type] and value.size == 1:
+            return value
+        shown = f"{value.size} of {value.dtype}"
+    else:
+        shown = str(type(value))
+    raise InternalError(f"{kernel}: {parameter.name} takes one {parameter.c_type}, not {shown}")
 
 
 class KernelLibrary:

@@ -66,20 +66,6 @@ __device__ inline void store_shared(u32 at, const float4& v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// Bulk copies: a box of a matrix into shared memory, counted in bytes on a barrier there.
-
-__device__ inline void publish_barriers() {
-#if COPIES_IN_BULK
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
-__device__ inline void expect_bytes(u32 barrier, int num_bytes) {
-#if COPIES_IN_BULK
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_bytes) : "memory");
-#endif
-}
-
 __device__ inline void arrive_times(u32 barrier, int count) {
 #if COPIES_IN_BULK
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -169,7 +155,7 @@ struct Ring {
             const u32 barrier = full(slot), to = slots + slot * kSlotBytes;
             const u8* map = copy_maps + (4 * layer + (box >> kKindBit)) * 256;
             const int column = (box & 0xffff) * kColumns, item = box >> kItemBit & 0xff;
-            expect_bytes(barrier, kSlotBytes);
+            arrive_expecting(barrier, kSlotBytes);
             copy_box(to, map, column, item, barrier);
             copy_box(to + kCodesBytes, map + 128, column, item, barrier);
             ++on_their_way;

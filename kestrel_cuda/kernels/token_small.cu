@@ -10,6 +10,7 @@
 #include "token_merge.cuh"
 #include "barriers.cuh"
 #include "warpgroup.cuh"
+#include "copy_engine.cuh"
 #include "token_ring.cuh"
 #include "token_sums.cuh"
 #include "token.cuh"

@@ -4,13 +4,9 @@
 constexpr int kWarpgroup = 128;        // threads that issue an mma together; the first one's number is a multiple of it
 constexpr int kSwizzledRow = 128;      // bytes of a row of an operand in shared memory
 
-// Start a copy of 16 or 4 bytes into shared memory; one that is not valid writes zeros.
+// Start a copy of 16 bytes into shared memory; one that is not valid writes zeros.
 __device__ inline void copy_16(u32 to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-__device__ inline void copy_4(u32 to, const void* from, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -219,6 +219,19 @@ TILE_ROWS = (5, 31, 63, 64, 65, 127, 128, 129, 300)
 # Pieces that are not whole, groups that divide by four and not; columns around multiples of 2, 4, 8, 64 and 128.
 TILE_SHAPES = [(1, 32), (36, 96), (63, 128), (70, 288), (129, 544), (130, 640), (257, 1056), (260, 2048)]
 TILE_SHAPES_OF_256 = [(44, 256), (129, 768), (260, 2304)]
+# Rows of packed columns in multiples of eight, which warpgroups sum up, and one that they leave to the tiles.
+WARPGROUP_SHAPES = [
+    (7, 32),
+    (63, 128),
+    (70, 288),
+    (128, 96),
+    (133, 160),
+    (134, 544),
+    (262, 1056),
+    (264, 2048),
+    (129, 640),
+]
+WARPGROUP_SHAPES_OF_256 = [(48, 256), (133, 768), (264, 2304), (129, 512)]
 TILES = {
     "wide": (1, None, 80),
     "two stages": (1, 99 << 10, 80),
@@ -229,11 +242,16 @@ TILES = {
 each."""
 
 
+def tile_shapes(tile: str, kind: str) -> list[tuple[int, int]]:
+    if tile == "warpgroups":
+        return WARPGROUP_SHAPES_OF_256 if kind == "g256" else WARPGROUP_SHAPES
+    return TILE_SHAPES_OF_256 if kind == "g256" else TILE_SHAPES
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
-    ("kind", "n", "k"),
-    [(kind, n, k) for kind in SCHEMES for n, k in (TILE_SHAPES_OF_256 if kind == "g256" else TILE_SHAPES)],
+    ("tile", "kind", "n", "k"),
+    [(tile, kind, n, k) for tile in TILES for kind in SCHEMES for n, k in tile_shapes(tile, kind)],
 )
 def test_edges_of_tiles(
     cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, tile: str, kind: str, n: int, k: int

@@ -1,9 +1,11 @@
-"""Compiles the kernels on a core of its own, beside the tests that run before those that look at the result."""
+"""Compiles the kernels on a core of its own, beside the tests that run before those that look at the result; the module
+of the CUDA backend."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -47,3 +49,12 @@ def compiled(pytestconfig: pytest.Config) -> Compiled:
     if COMPILED not in pytestconfig.stash:
         _start(pytestconfig)
     return pytestconfig.stash[COMPILED]
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Any:
+    """The module of the CUDA backend; skips where CuPy is missing."""
+    pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+    from kestrel_cuda.backends import cuda
+
+    return cuda

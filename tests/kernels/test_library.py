@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from threading import Barrier, Event
 from threading import enumerate as threads
@@ -26,6 +27,7 @@ class TestArguments:
             library.Parameter("raw", "void", True),
             library.Parameter("eps", "float", False),
             library.Parameter("num_bytes", "i64", False),
+            library.Parameter("x_map", "CopyMap", False),
         ),
     )
 
@@ -33,7 +35,7 @@ class TestArguments:
         """In another order than the signature's."""
         return {
             "num_bytes": 1 << 40, "eps": 1e-6, "m": 3, "x_mk": np.zeros(4, np.float32), "raw": np.zeros(4, np.int64),
-            "words": np.zeros(4, np.uint32), "halves": np.zeros(4, np.uint16),
+            "words": np.zeros(4, np.uint32), "halves": np.zeros(4, np.uint16), "x_map": np.zeros(1, library.COPY_MAP),
         }  # fmt: skip
 
     def launch(self, arguments: dict[str, Any], **options: Any) -> FakeRawKernel:
@@ -47,6 +49,7 @@ class TestArguments:
         assert (grid, block, shared_bytes, stream) == ((1, 2), (32,), 0, "stream")
         assert packed[0] is arguments["x_mk"]
         assert packed[2] is arguments["words"]
+        assert packed[7] is arguments["x_map"]
         assert [type(packed[i]) for i in (1, 5, 6)] == [np.int32, np.float32, np.int64]
         assert (packed[1], packed[5], packed[6]) == (3, np.float32(1e-6), 1 << 40)
 
@@ -97,6 +100,20 @@ class TestArguments:
     def test_numpys_numbers_are_numbers(self, name: str, value: object) -> None:
         assert self.launch(self.good() | {name: value}).launches
 
+    @pytest.mark.parametrize(
+        "value",
+        [None, 0, 1 << 40, b"\0" * 128, np.zeros(2, library.COPY_MAP), np.zeros(0, library.COPY_MAP),
+         np.zeros(16, np.uint64), np.zeros(128, np.uint8), np.zeros(1, np.uint64), np.zeros(1, "V128")],
+    )  # fmt: skip
+    def test_what_is_not_one_copy_map_is_refused(self, value: object) -> None:
+        with pytest.raises(InternalError, match="scale_rows: x_map takes one CopyMap, not"):
+            self.launch(self.good() | {"x_map": value})
+
+    @pytest.mark.parametrize("option", ["dependent", "all_at_once"])
+    def test_a_special_launch_takes_no_copy_map(self, option: str) -> None:
+        with pytest.raises(InternalError, match="scale_rows takes copy maps, which"):
+            self.launch(self.good(), **{option: True})
+
     def test_shared_memory_over_48_kib_is_asked_for_and_never_less_again(self) -> None:
         raw = FakeRawKernel()
         kernel = library.Kernel(self.SIGNATURE, raw, None)
@@ -125,11 +142,30 @@ class TestParsing:
     def test_no_two_files_have_a_kernel_of_the_same_name(self) -> None:
         assert len(ALL_KERNELS) == sum(len(library.signatures(name)) for name in library.kernel_files())
 
-    def test_an_unknown_parameter_type_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            library, "source", lambda name: 'extern "C" __global__ void f(const double* x, int n) {\n}\n'
+    def test_copy_maps_are_read(self) -> None:
+        parameters = library.signatures("gemm_warpgroup")["linear_warpgroups_int8"].parameters
+        assert [p for p in parameters if p.is_read_in_place] == [
+            library.Parameter(name, "CopyMap", False) for name in ("x_map", "codes_map", "scales_map")
+        ]
+
+    def test_a_copy_map_is_what_the_kernels_declare(self) -> None:
+        declared = re.search(
+            r"struct CopyMap \{\n    alignas\(64\) u64 words\[(\d+)\];", library.source("gemm_warpgroup")
         )
-        with pytest.raises(InternalError, match=r"odd\.cu: cannot read the parameter 'const double\* x' of f"):
+        assert declared
+        assert library.COPY_MAP.itemsize == 8 * int(declared[1]) == 128
+
+    @pytest.mark.parametrize(
+        "parameter",
+        ["const double* x", "CopyMap x", "const CopyMap x", "const CopyMap* x", "__grid_constant__ CopyMap x",
+         "const __grid_constant__ int x", "const __grid_constant__ Cut x"],
+    )  # fmt: skip
+    def test_an_unknown_parameter_type_is_refused(self, monkeypatch: pytest.MonkeyPatch, parameter: str) -> None:
+        monkeypatch.setattr(
+            library, "source", lambda name: f'extern "C" __global__ void f({parameter}, int n) {{\n}}\n'
+        )
+        refusal = f"odd.cu: cannot read the parameter '{parameter}' of f"
+        with pytest.raises(InternalError, match=re.escape(refusal)):
             library.signatures.__wrapped__("odd")
 
 

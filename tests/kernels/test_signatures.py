@@ -37,15 +37,6 @@ from tests.kernel_sources import (
 )
 
 
-@pytest.fixture(scope="module")
-def cuda() -> Any:
-    """The module of the CUDA backend; skips where CuPy is missing."""
-    pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-    from kestrel_cuda.backends import cuda
-
-    return cuda
-
-
 class TestSizes:
     @pytest.mark.parametrize(
         ("ours", "name", "theirs"),
@@ -76,6 +67,9 @@ class TestSizes:
             ("cuda.WARPGROUP_THREADS", "gemm_warpgroup", "kTileThreads"),
             ("cuda.WARPGROUP_STAGES", "gemm_warpgroup", "kStages"),
             ("cuda.WARPGROUP_SCALES", "gemm_warpgroup", "kScaleWords"),
+            ("cuda.WARPGROUP_WORDS", "gemm_warpgroup", "kColumnWords"),
+            ("cuda.PIECE_INPUTS", "gemm_warpgroup", "kSwizzledRow"),
+            ("cuda.PIECE_GROUPS", "gemm_warpgroup", "kGroupsPerPiece"),
             ("cuda.PIECE_INPUTS", "gemm", "kPiece"),
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
             ("cuda_attention.QUANTIZED_INPUTS", "quantize", "kQuantizedInputs"),
@@ -266,7 +260,7 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
     c = constants("gemm_warpgroup")
     for element in ("int8", "int4"):
         word_rows = c["kPiece"] * int(element[-1]) // 32
-        scales = c["kGroupsPerPiece"] * (c["kScaleWords"] * 4 + c["kTileN"] * 2)
+        scales = c["kGroupsPerPiece"] * (c["kTileN"] * 2 + c["kScaleWords"] * 4)
         stage_bytes = c["kTileM"] * c["kSwizzledRow"] + word_rows * c["kColumnWords"] * 4 + scales
         whole = c["kStages"] * (-(-stage_bytes // 1024) * 1024) + 2 * c["kStages"] * 8
         assert asked[f"linear_warpgroups_{element}"] == {-(-whole // 1024) * 1024}

@@ -15,6 +15,7 @@ GPU_CODE = (
     "kernels/gemv.cu",
     "kernels/library.py",
     "backends/cuda.py",
+    "backends/cuda_copy_maps.py",
     "backends/token_cuts.py",
     "residency/pool.py",
 )
