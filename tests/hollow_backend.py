@@ -286,9 +286,9 @@ def launch_everything(cuda: Any) -> FakeLibrary:
         for capability in (80, 90):
             monkeypatch.setattr(backend, "compute_capability", capability)
             run_linears(backend)
+            run_attention(backend, cuda_attention.HEAD_DIMS)
             run_vision(backend)
         run_stretches(backend)
-        run_attention(backend, cuda_attention.HEAD_DIMS)
         run_whole_token(backend, monkeypatch)
         run_the_rest(backend)
         run_packer(backend, monkeypatch)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kestrel_cuda.backends.base import Preparation
-from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS
+from kestrel_cuda.backends.cuda_attention import QUANTIZED_INPUTS, WARPGROUP_HEAD_DIMS
 from kestrel_cuda.backends.cuda_copy_maps import ROW_MULTIPLE_BYTES, CopyMaps
 from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_device import TABLE_KINDS
@@ -54,6 +54,8 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
 
     def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
         files = {"gemv", "norm", "pointwise", "rope", "attention", *_ATTENTION_FILES[kv]}
+        if kv is KvDtype.F16 and self.has_warpgroup_mma and head_dim in WARPGROUP_HEAD_DIMS:
+            files.add("attention_many_warpgroup")
         if quantized:
             files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self._has_warpgroup_linears else set())
         if quantized and whole_token and kv is KvDtype.F16 and (file := self.token_file(head_dim)):

@@ -16,6 +16,7 @@ from kestrel_cuda.backends.cuda_device import CudaDevice
 from kestrel_cuda.backends.operands import Activation, HeadShape, KvLayer, SequenceState
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
+from kestrel_cuda.quant.packed import round_up
 
 HEAD_DIMS = (16, 32, 64, 128)
 MAX_QUERIES_PER_KV = 16
@@ -28,6 +29,8 @@ FEW_THREADS = 512
 FLOAT_TILE_ROWS = 32
 HALF_TILE_ROWS, HALF_TILE_THREADS, HALF_TILE_STAGES = 64, 128, 3
 
+WARPGROUP_HEAD_DIMS = (64, 128)
+WARPGROUP_TILE_ROWS, WARPGROUP_TILE_THREADS = 128, 384
 PIECE_CODES, TILES_AHEAD = 16, 2
 QUANTIZED_INPUTS = 2048
 """Of a block that quantizes rows."""
@@ -50,6 +53,15 @@ def float_tile_bytes(head_dim: int) -> int:
 def half_tile_bytes(head_dim: int) -> int:
     """attention_many.cuh's `ManyRows`: a ring of subtiles, merged results, two statistics and the head of a row."""
     return 2 * HALF_TILE_STAGES * SUBTILE_SLOTS * head_dim + _merged_bytes(head_dim)
+
+
+def warpgroup_tile_bytes(head_dim: int) -> int:
+    """attention_many_warpgroup.cu's `Shared`: queries, rings of keys and values of a split, merged results,
+    sums of two warpgroups, barriers."""
+    halves = WARPGROUP_TILE_ROWS * head_dim + 2 * SPLIT_SLOTS * head_dim
+    num_barriers = 2 * (2 + SPLIT_SLOTS // SUBTILE_SLOTS)
+    floats = WARPGROUP_TILE_ROWS * head_dim + 2 * (WARPGROUP_TILE_THREADS - 128)
+    return round_up(2 * halves + 4 * floats + 8 * num_barriers, 1024)
 
 
 def int8_tile_bytes(head_dim: int) -> int:
@@ -152,16 +164,29 @@ class AttentionSteps(CudaDevice, ComposedSteps):
                 out_mhd=target, num_heads=heads.num_heads, head_dim=d, num_splits=num_splits,
             )  # fmt: skip
         else:
-            kernel = self.kernels[f"attend_tiled_{suffix}"]
-            num_tiles = -(-num_rows // ((HALF_TILE_ROWS if halves else FLOAT_TILE_ROWS) // group))
-            if halves:
-                grid, block = (heads.num_kv_heads, num_tiles), (HALF_TILE_THREADS,)
-                shared_bytes = half_tile_bytes(d) if kv.k_scales_hsg is None else int8_tile_bytes(d)
-            else:
-                grid, block, shared_bytes = (num_tiles, heads.num_kv_heads), (256,), float_tile_bytes(d)
-            kernel(grid, block, shared_bytes=shared_bytes, out_mhd=target, m=num_rows, **common)
+            kernel_name, grid, block, shared_bytes = self._attention_of_many(heads, kv, num_rows)
+            self.kernels[f"{kernel_name}_{suffix}"](
+                grid, block, shared_bytes=shared_bytes, out_mhd=target, m=num_rows, **common
+            )
         if out.codes_mk is not None:
             self.quantize_rows(target, out, num_rows)
+
+    def _attention_of_many(
+        self, heads: HeadShape, kv: KvLayer, num_rows: int
+    ) -> tuple[str, tuple[int, int], tuple[int], int]:
+        """Which kernel serves many rows, with its grid, block and shared memory."""
+        d, num_kv_heads = heads.head_dim, heads.num_kv_heads
+
+        def num_tiles(rows: int) -> int:
+            return -(-num_rows // (rows // heads.queries_per_kv))
+
+        if kv.k_hsd.dtype == np.float32:
+            return "attend_tiled", (num_tiles(FLOAT_TILE_ROWS), num_kv_heads), (256,), float_tile_bytes(d)
+        if kv.k_scales_hsg is None and self.has_warpgroup_mma and d in WARPGROUP_HEAD_DIMS:
+            grid = (num_kv_heads, num_tiles(WARPGROUP_TILE_ROWS))
+            return "attend_warpgroups", grid, (WARPGROUP_TILE_THREADS,), warpgroup_tile_bytes(d)
+        shared_bytes = half_tile_bytes(d) if kv.k_scales_hsg is None else int8_tile_bytes(d)
+        return "attend_tiled", (num_kv_heads, num_tiles(HALF_TILE_ROWS)), (HALF_TILE_THREADS,), shared_bytes
 
     def rope_attend(
         self,

@@ -328,13 +328,12 @@ __device__ inline void linear_warpgroups(const Linear& of, const CopyMaps& maps)
 
 // Dynamic shared memory: a `Shared`. Grid: (ceil(n_padded / 128), ceil(m / 128)). Boxes of the maps: 128 rows x 128
 // bytes of x, swizzled; `kWordRows` x `kColumnWords` words; 4 x 128 scales, or 1 x 128 where one serves a piece or
-// more. Rows of x past m may hold anything. k_padded and groups_per_scale stand apart: side by side they are loaded as
-// a pair, and ptxas orders the loop over the pieces in another way than the one that was measured.
+// more. Rows of x past m may hold anything.
 #define LINEAR_WARPGROUPS(NAME, BITS)                                                                                  \
     extern "C" __global__ void __launch_bounds__(kTileThreads, 1)                                                      \
     NAME(const __grid_constant__ CopyMap x_map, const __grid_constant__ CopyMap codes_map,                             \
          const __grid_constant__ CopyMap scales_map, const float* x_scales, float* out_mn, int m, int n, int k_padded, \
-         int ldo, int groups_per_scale, int residual) {                                                                \
+         int groups_per_scale, int ldo, int residual) {                                                                \
         linear_warpgroups<BITS>(                                                                                       \
             {x_scales, out_mn, m, n, k_padded / kGroup, 31 - __clz(groups_per_scale), ldo, residual},                  \
             {x_map, codes_map, scales_map});                                                                           \

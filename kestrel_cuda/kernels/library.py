@@ -28,6 +28,7 @@ ARCHITECTURES = (80, 86, 89, 90, 120)
 """Compute capabilities every kernel is compiled for in tests."""
 
 FEATURE_ARCHITECTURES = {
+    "attention_many_warpgroup": 90,
     "gemm_warpgroup": 90,
     "token": 90,
     "token_small": 90,

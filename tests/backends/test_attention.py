@@ -316,6 +316,34 @@ def test_a_query_has_the_same_bits_in_every_chunking(
         assert_same_bits(together, alone, f"chunks of {chunk}")
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("head_dim", "group", "kv_heads"),
+    [(64, 1, 2), (64, 3, 2), (64, 16, 1), (128, 1, 2), (128, 4, 2), (128, 5, 1), (128, 10, 1), (128, 16, 1)],
+)
+def test_warpgroups_and_tiles_give_the_same_bits(
+    cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, kv_heads: int
+) -> None:
+    if not cuda_backend.has_warpgroup_mma:  # type: ignore[attr-defined]
+        pytest.skip("this card has no warpgroup mma")
+    length = 1100
+    given = case(head_dim, group, kv_heads, F16, length, sharpness=3)
+    reserve(cuda_backend, given.heads, length, length)
+    kv = cache_with_poison(cuda_backend, given, length, length, np.nan)
+    q = cuda_backend.to_device(given.q_thd)
+    state = sequence_state(cuda_backend, length, 0, head_dim=head_dim)
+    out = poisoned(cuda_backend, (length, group * kv_heads * head_dim))
+    for chunk in (9, 100, 257, length):
+        by_warpgroups = _in_chunks(cuda_backend, given.heads, q, kv, state, out, chunk)
+        cuda_backend.write(out, poison(out.shape))
+        with monkeypatch.context() as tiles:
+            tiles.setattr(type(cuda_backend), "has_warpgroup_mma", False)
+            by_tiles = _in_chunks(cuda_backend, given.heads, q, kv, state, out, chunk)
+        cuda_backend.write(out, poison(out.shape))
+        assert np.isfinite(by_tiles).all()
+        assert_same_bits(by_warpgroups, by_tiles, f"chunks of {chunk}")
+
+
 def _in_chunks(
     backend: Backend, heads: HeadShape, q: Array, kv: KvLayer, state: SequenceState, out: Array, chunk: int
 ) -> Floats:

@@ -58,16 +58,12 @@ ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loa
 
 
 SPILLS = {
-    "linear_warpgroups_int8": 48,
-    "linear_warpgroups_int4": 16,
     "decode_token_int8_128": 84,
     "decode_token_int8_64": 48,
     "decode_token_int8_32": 28,
 }
-"""Bytes written and read. Linears: six registers and two, once in sixteen mmas; of the form with copies by all threads,
-builds that spilled none were up to 5 % slower.
-A token: what its warps, of 112 registers, know of a stage; 88 bytes of stack a thread do not stay in what is left of
-the first-level cache, and cost 18 % of a token."""
+"""Bytes written and read: what a token's warps, of 112 registers, know of a stage; 88 bytes of stack a thread do not
+stay in what is left of the first-level cache, and cost 18 % of a token."""
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ class TestSizes:
             ("cuda_attention.HALF_TILE_ROWS", "attention_many", "kTileRows"),
             ("cuda_attention.HALF_TILE_THREADS", "attention_many", "kTileThreads"),
             ("cuda_attention.HALF_TILE_STAGES", "attention_many", "kStages"),
+            ("cuda_attention.WARPGROUP_TILE_ROWS", "attention_many_warpgroup", "kTileRows"),
+            ("cuda_attention.WARPGROUP_TILE_THREADS", "attention_many_warpgroup", "kTileThreads"),
             ("cuda_attention.TILES_AHEAD", "attention_many_q8", "kAhead"),
             ("cuda_attention.PIECE_CODES", "attention_many_q8", "kPieceCodes"),
             ("cuda_attention.MAX_QUERIES_PER_KV", "attention_few", "kMmaRows"),
@@ -243,7 +245,7 @@ def test_kernels_whose_blocks_wait_for_one_another_are_launched_whole(launched: 
 def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> None:
     """Computed anew from the sources' constants, layout by layout."""
     from kestrel_cuda.backends import cuda_token, cuda_vision, token_cuts
-    from kestrel_cuda.backends.cuda_attention import HEAD_DIMS
+    from kestrel_cuda.backends.cuda_attention import HEAD_DIMS, WARPGROUP_HEAD_DIMS
 
     asked: dict[str, set[int]] = {}
     for kernel, _, _, shared_bytes in launched.launches:
@@ -301,6 +303,12 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
             assert asked[f"attend_split_{cache}_{d}"] == set(parts.values())
             assert asked[f"attend_row_{cache}_{d}"] == whole
         assert asked[f"attend_tiled_f16_{d}"] == {many_rows_bytes("attention_many", "f16", d)}
+        if d in WARPGROUP_HEAD_DIMS:
+            w = constants("attention_many_warpgroup")
+            rows = w["kTileRows"] + w["kKeyStages"] * w["kKeySlots"] + w["kValueStages"] * w["kSubtile"]
+            of_threads = 4 * w["kAttenders"] * w["kWarpgroup"] * (d // 8 * 4 + 2)
+            whole = rows * d * 2 + of_threads + 2 * 8 * (w["kKeyStages"] + w["kValueStages"])
+            assert asked[f"attend_warpgroups_f16_{d}"] == {-(-whole // 1024) * 1024}
         if d % KV_GROUP == 0:
             addresses = 4 * 8  # not arrays
             assert asked[f"attend_tiled_q8_{d}"] == {many_rows_bytes("attention_many_q8", "q8", d) + addresses}
