@@ -129,7 +129,7 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
     def _linear_warpgroups(self, x: Activation, weight: DeviceWeight, common: dict[str, Any]) -> None:
         geometry = weight.geometry
         groups_per_scale = common["groups_per_scale"]
-        assert groups_per_scale == 1 or groups_per_scale % PIECE_GROUPS == 0
+        assert groups_per_scale == 1 or (groups_per_scale >= PIECE_GROUPS and groups_per_scale.bit_count() == 1)
         scale_rows = PIECE_GROUPS if groups_per_scale == 1 else 1
         self.kernels[f"linear_warpgroups_{geometry.element.value}"](
             (-(-geometry.n_padded // WARPGROUP_N), -(-common["m"] // WARPGROUP_M)),

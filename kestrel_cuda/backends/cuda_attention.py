@@ -16,7 +16,6 @@ from kestrel_cuda.backends.cuda_device import CudaDevice
 from kestrel_cuda.backends.operands import Activation, HeadShape, KvLayer, SequenceState
 from kestrel_cuda.errors import DeviceError
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
-from kestrel_cuda.quant.packed import round_up
 
 HEAD_DIMS = (16, 32, 64, 128)
 MAX_QUERIES_PER_KV = 16
@@ -61,7 +60,7 @@ def warpgroup_tile_bytes(head_dim: int) -> int:
     halves = WARPGROUP_TILE_ROWS * head_dim + 2 * SPLIT_SLOTS * head_dim
     num_barriers = 2 * (2 + SPLIT_SLOTS // SUBTILE_SLOTS)
     floats = WARPGROUP_TILE_ROWS * head_dim + 2 * (WARPGROUP_TILE_THREADS - 128)
-    return round_up(2 * halves + 4 * floats + 8 * num_barriers, 1024)
+    return 2 * halves + 4 * floats + 8 * num_barriers
 
 
 def int8_tile_bytes(head_dim: int) -> int:

@@ -16,9 +16,10 @@ Box: TypeAlias = tuple[int, int]
 """Rows and columns of what is copied at a time."""
 
 ROW_MULTIPLE_BYTES = 16
-"""What the driver wants rows, and addresses, to be multiples of."""
+"""What the driver wants rows, and addresses, to be multiples of. Slabs and codes are by how they are laid out."""
 
-MOST_KEPT = 1024
+MOST_KEPT = 4096
+"""More than a model of 200 layers has, whose matrices come round in turn."""
 
 
 def describe(

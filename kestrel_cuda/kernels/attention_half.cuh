@@ -5,8 +5,10 @@
 // scores are a chain of mma over the head's channels (query rounded to float16, float32 sums) times the scale, in units
 // of log2; the split's maximum; weights are powers of two rounded to float16; weighted values and the sum of weights
 // are a chain of mma over the 64 slots of a subtile, subtiles added in ascending order. Splits are merged in ascending
-// order. A row of an mma does not depend on the others, and every kernel below feeds the same instructions in the same
-// order, so a query's result does not depend on how many queries came with it.
+// order. A row of an mma does not depend on the others, and every kernel feeds it the same sums in the same order, 16 inputs
+// at a time: mma.m16n8k16, or wgmma.m64nNk16 in attention_many_warpgroup.cu, which sums 16 to the same bits. So a query's
+// result does not depend on how many queries came with it, as long as values are finite: a NaN among them also reaches
+// the queries before it that share its tile.
 //
 // Which channel or slot stands where in an mma is free as long as both operands agree: lane j (of 4) takes channels
 // 8j .. 8j + 7 of a run of 32, so a key is read 16 bytes at a time. Columns of value tiles do not meet, so that which

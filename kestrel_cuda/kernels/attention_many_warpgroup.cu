@@ -51,7 +51,7 @@ struct Attender {
     static constexpr int kSteps = kSubtile / 16;
 
     Block& shared;
-    int number;                        // of the warpgroup among those with rows
+    int number;                        // of the attending warpgroup
     int last;                          // slot
     float scale;
     int last_slot[2];

@@ -1,4 +1,5 @@
-// Subtiles of keys and values on their way to the warps of attention_many*.cu, through shared memory, as float16 entries.
+// Subtiles of keys and values on their way to the warps of attention_many.cu and attention_many_q8.cu, through shared
+// memory, as float16 entries.
 
 constexpr int kTileRows = 64;
 constexpr int kTileThreads = kTileRows / kMmaRows * kWarp;

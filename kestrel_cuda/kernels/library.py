@@ -166,7 +166,8 @@ def compile_cubin(name: str, arch: int) -> tuple[bytes, str]:
             nvrtc.compileProgram(program, compile_options(name, arch))
         except nvrtc.NVRTCError as error:
             raise InternalError(f"{name}.cu does not compile for sm_{arch}:\n{nvrtc.getProgramLog(program)}") from error
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        # CuPy leaves out the last byte, a zero, without which no tool takes it for a whole file.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 

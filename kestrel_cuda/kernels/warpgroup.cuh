@@ -17,7 +17,8 @@ __device__ inline void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
-// What this thread has written to shared memory is seen by mmas that start after the barrier it arrives at next.
+// What this thread has written to shared memory is seen by mmas that start after the barrier it arrives at next, and what
+// it has seen of others' by those that it starts.
 __device__ inline void show_to_mma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Where 16 bytes of a row lie in an operand: rows of 128 bytes, eight of them swizzled; the operand begins at a multiple

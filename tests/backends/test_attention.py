@@ -318,15 +318,18 @@ def test_a_query_has_the_same_bits_in_every_chunking(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    ("head_dim", "group", "kv_heads"),
-    [(64, 1, 2), (64, 3, 2), (64, 16, 1), (128, 1, 2), (128, 4, 2), (128, 5, 1), (128, 10, 1), (128, 16, 1)],
-)
+    ("head_dim", "group", "kv_heads", "length"),
+    [
+        (64, 1, 2, 1100), (64, 3, 2, 1100), (64, 12, 1, 1100), (64, 16, 1, 1100),
+        (128, 1, 2, 1100), (128, 3, 1, 1100), (128, 4, 2, 5000), (128, 5, 1, 1100), (128, 7, 1, 1100),
+        (128, 10, 1, 1100), (128, 16, 1, 1100),
+    ],
+)  # fmt: skip
 def test_warpgroups_and_tiles_give_the_same_bits(
-    cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, kv_heads: int
+    cuda_backend: Backend, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, kv_heads: int, length: int
 ) -> None:
     if not cuda_backend.has_warpgroup_mma:  # type: ignore[attr-defined]
         pytest.skip("this card has no warpgroup mma")
-    length = 1100
     given = case(head_dim, group, kv_heads, F16, length, sharpness=3)
     reserve(cuda_backend, given.heads, length, length)
     kv = cache_with_poison(cuda_backend, given, length, length, np.nan)
@@ -366,9 +369,10 @@ def _in_chunks(
 def test_edges_of_the_many_query_tile(
     cuda_backend: Backend, head_dim: int, group: int, dtype: type[np.generic]
 ) -> None:
-    """Query counts around a tile of 64 rows, from positions around subtiles and splits, in a cache that ends with the
-    last of them: the bits that few-query kernels give, and float64."""
-    starts, counts = (0, 1, 50, 63, 64, 191, 255, 256, 300, 512), (9, 31, 32, 33, 64, 65)
+    """Query counts around tiles of 64 and 128 rows, from positions around subtiles and splits, in a cache that ends with
+    the last of them: the bits that few-query kernels give, and float64."""
+    starts = (0, 1, 50, 63, 64, 191, 255, 256, 300, 512)
+    counts = (9, 31, 32, 33, 64, 65, 127, 128, 129)
     length = max(starts) + max(counts)
     given = case(head_dim, group, 2, dtype, length, sharpness=3)
     few = [read_values(cuda_backend, *attend(cuda_backend, given, i, min(8, length - i))) for i in range(0, length, 8)]

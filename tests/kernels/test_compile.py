@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -80,6 +81,8 @@ def test_compiles_without_spills(
 ) -> None:
     cubin, log = compiled[name, arch].result()
     assert cubin.startswith(b"\x7fELF")
+    headers_at, size, count = struct.unpack_from("<Q", cubin, 32)[0], *struct.unpack_from("<HH", cubin, 54)
+    assert headers_at + size * count <= len(cubin), "cut off"
     functions = parse_ptxas(log)
     assert any(function.usage for function in functions), f"no kernel in the log of {name}:\n{log}"
     for function in functions:
