@@ -369,8 +369,8 @@ def _in_chunks(
 def test_edges_of_the_many_query_tile(
     cuda_backend: Backend, head_dim: int, group: int, dtype: type[np.generic]
 ) -> None:
-    """Query counts around tiles of 64 and 128 rows, from positions around subtiles and splits, in a cache that ends with
-    the last of them: the bits that few-query kernels give, and float64."""
+    """Query counts around tiles of 64 and 128 rows, from positions around subtiles and splits, in a cache that ends
+    with the last of them: the bits that few-query kernels give, and float64."""
     starts = (0, 1, 50, 63, 64, 191, 255, 256, 300, 512)
     counts = (9, 31, 32, 33, 64, 65, 127, 128, 129)
     length = max(starts) + max(counts)
