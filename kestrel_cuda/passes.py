@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from kestrel_cuda.quant.packed import round_up
 
 MOST_RESIDENT_CHUNK, MOST_WINDOW_CHUNK = 2048, 5632
-"""Most prompt rows a pass on a GPU. Resident ones gain by length: 2048 tokens of 2B take an H200 24 ms in one pass and
-33 in passes of 512 rows. A window uploads layers once a pass, so that its passes are longer: up to twice those of
+"""Most prompt rows a pass on a GPU. Resident ones gain by length: 2048 tokens of 2B take an H200 21 ms in one pass and
+33 to 35 in passes of 512 rows. A window uploads layers once a pass, so that its passes are longer: up to twice those of
 HIDING_CHUNK, since half as long ones would not hide their uploads."""
 
 CPU_CHUNK = 512
@@ -24,8 +24,8 @@ TILE_ROWS = 128
 
 HIDING_CHUNK, HIDING_BYTES = 2800, 34 / 32
 """Rows a pass whose sums take about as long as uploading every layer at so many bytes a weight: both grow with the
-weights, so it is a ratio of the tensor cores' rate to the link's. For 8B in q8_0 an H200 takes 96 ms for 2048 rows and
-131 ms to upload all layers over 54.6 GB/s; for 2B 23.7 and 26.6."""
+weights, so it is a ratio of the tensor cores' rate to the link's. For 8B in q8_0 an H200 takes 88 ms for 2048 rows and
+131 ms to upload all layers over 54.6 GB/s, which makes 3050 rows; for 2B 21.4 and 26.6, which makes 2550."""
 
 
 def hiding_chunk(num_prompt: int, share: float, bytes_per_weight: float) -> int:
