@@ -116,7 +116,9 @@ def test_an_int8_cache_is_asked_for_in_every_way(ask: Ask, tmp_path: Path) -> No
 
 
 def test_a_lazy_upload_changes_no_answer(ask: Ask) -> None:
-    assert ask("hi", "--lazy")["logits_sha256"] == ask("hi")["logits_sha256"]
+    lazy, ready = ask("hi", "--lazy"), ask("hi")
+    assert lazy["logits_sha256"] == ready["logits_sha256"]
+    assert lazy["residency"]["h2d_bytes_per_token"] == ready["residency"]["h2d_bytes_per_token"] == 0
 
 
 def test_a_flag_beats_a_variable_that_holds_nonsense(ask: Ask) -> None:

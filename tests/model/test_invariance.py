@@ -165,6 +165,7 @@ def test_a_prompt_whose_logits_are_not_asked_for(
     prompt = random_ids(70, seed=1)
     engine = shared(wide_model, quant=quant, keep=0, ctx=80, prefill_chunk=chunk)
     expected = generate(engine, prompt, N)
+    assert_bytes_moved(engine, expected)
     assert engine.backend is not None
     assert engine._model is not None
     monkeypatch.setattr(engine.backend, "rows_are_independent", True)
@@ -228,7 +229,10 @@ def test_one_token_at_a_time_and_all_at_once(
     """The logits that chose each id are those of the same positions as a prompt."""
     engine = shared(wide_model, quant=quant, kv=kv, keep=0, ctx=80)
     run = generate(engine, PROMPT, 40)
-    as_prompt = generate(engine, PROMPT + run.ids[:-1], 1).prompt_logits[len(PROMPT) - 1 :]
+    at_once = generate(engine, PROMPT + run.ids[:-1], 1)
+    as_prompt = at_once.prompt_logits[len(PROMPT) - 1 :]
+    assert_bytes_moved(engine, run)
+    assert_bytes_moved(engine, at_once)
     if backend_name == "cuda":
         assert np.array_equal(as_prompt, run.step_logits)
     elif quant is Quant.NONE and kv is None:
@@ -261,8 +265,11 @@ def test_a_context_that_crosses_a_split(
     if backend_name == "cuda":
         for chunk in (77, 512):
             cut = load(wide_model, quant=quant, kv=kv, keep=0, ctx=520, prefill_chunk=chunk)
-            assert_same_bits(generate(cut, prompt, 14), expected)
+            cut_run = generate(cut, prompt, 14)
+            assert_same_bits(cut_run, expected)
+            assert_bytes_moved(cut, cut_run)
         late = generate(engine, prompt + expected.ids[:-1], 1)
+        assert_bytes_moved(engine, late)
         assert np.array_equal(late.prompt_logits[num_prompt - 1 :], expected.step_logits)
 
 
@@ -364,7 +371,9 @@ class TestOnTheGpu:
             pytest.skip("this card takes a token in several launches")
         assert_bytes_moved(engine, whole)
         in_many = load_on_gpu(model, quant=quant, keep=0, ctx=300, whole_token=False)
-        assert_same_bits(generate(in_many, prompt, 40), whole)
+        many = generate(in_many, prompt, 40)
+        assert_same_bits(many, whole)
+        assert_bytes_moved(in_many, many)
         assert in_many._model is not None
         assert not in_many._model.has_whole_token
 
@@ -381,7 +390,9 @@ class TestOnTheGpu:
             pytest.skip("this card takes a token in several launches")
         assert_bytes_moved(engine, whole)
         in_many = load_on_gpu(model, quant=Quant.Q8_0, keep=0, ctx=65 * 256 + 8, whole_token=False)
-        assert_same_bits(generate(in_many, prompt, 5), whole)
+        many = generate(in_many, prompt, 5)
+        assert_same_bits(many, whole)
+        assert_bytes_moved(in_many, many)
 
     def test_an_int8_cache_is_served_in_several_launches(self, load_on_gpu: Load, wide_model: Path) -> None:
         engine = load_on_gpu(wide_model, quant=Quant.Q8_0, kv=KvDtype.Q8, keep=0, ctx=CTX, whole_token=True)
