@@ -63,10 +63,18 @@ def compare_windows(given: flags.Given, variables: Mapping[str, str], output: Ou
 
     settings = options.settle_bench(given, variables)
     screen = Screen(settings[options.QUIET], variables)
+    screen.hold()
     screen.settings(settings)
     heard = Heard(screen, settings)
-    with screen.progress() as on_progress, settings.naming_sources():
+    with screen.progress() as show, settings.naming_sources():
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            screen.begin()
+            if show:
+                show(stage, done, total)
+
         report = run_measure(settings, on_progress)
+    screen.begin()
     heard.add(report.notes, report.warnings)
     heard.add((), options.unused_device(settings, report.backend))
     if all(row.keep == "off" for row in report.rows):

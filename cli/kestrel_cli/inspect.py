@@ -59,6 +59,7 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
     if not paths and not settings[options.VIDEO]:
         raise SettingError("nothing to inspect: give a picture's FILE, or --video FILE|DIR")
     screen = Screen(settings[options.QUIET], variables)
+    screen.hold()
     screen.settings(settings)
     heard = Heard(screen, settings)
     if settings.source(options.MODEL) == "default":
@@ -77,10 +78,12 @@ def look(files: Sequence[str], given: flags.Given, variables: Mapping[str, str],
     for file in paths:
         inspections.append(inspect_picture(file, rules))
         costs.append(encode_cost(vision, inspections[-1].size.grid_thw))
+        screen.begin()
         output.text(_lines(inspections[-1], rules, costs[-1]))
     videos = []
     for file in settings[options.VIDEO]:
         video = inspect_video(file, settings[options.FPS], settings[options.MODEL])
+        screen.begin()
         heard.add(video.notes, video.warnings)
         videos.append((video.facts(), encode_cost(vision, video.size.grid_thw)))
         output.text(_video_lines(video, videos[-1][1]))

@@ -26,7 +26,7 @@ from kestrel_cuda.config import (
 )
 from kestrel_cuda.errors import SettingError
 from kestrel_cuda.inputs.visual_source import VisualKind
-from kestrel_cuda.profiles import load_profile
+from kestrel_cuda.profiles import Profile, load_profile
 from kestrel_cuda.sizes import parse_size
 
 BackendName = Literal["auto", "cuda", "cpu"]
@@ -254,6 +254,19 @@ _UNREAD_BY_BENCH: Mapping[Setting[Any], str] = MappingProxyType(
 )
 
 
+def _chosen_profile(flags: Mapping[str, Raw], variables: Mapping[str, str]) -> Profile | None:
+    chosen = resolve((PROFILE,), (), flags, variables, None)
+    name = chosen[PROFILE]
+    if name is None:
+        return None
+    try:
+        return load_profile(name)
+    except SettingError as error:
+        if chosen.source(PROFILE) != "flag":
+            error.args = (f"{chosen.label(PROFILE)}: {error}",)
+        raise
+
+
 def settle(
     known: tuple[Setting[Any], ...],
     flags: Mapping[str, Raw],
@@ -264,8 +277,7 @@ def settle(
 
     Of `unread` settings, which the command has no use for, a note is made where somebody chose one.
     """
-    chosen = resolve((PROFILE,), (), flags, variables, None)[PROFILE]
-    settings = resolve(known, CONFLICTS, flags, variables, load_profile(chosen) if chosen is not None else None, unread)
+    settings = resolve(known, CONFLICTS, flags, variables, _chosen_profile(flags, variables), unread)
     settings.warnings += stray_variables((*RUN, *INSPECT, *BENCH_ONE, *BENCH_SWEEP), variables)
     if BACKEND in settings and settings[BACKEND] == "cpu" and settings.source(DEVICE) == "flag":
         raise SettingError(f"--device chooses a GPU, and {settings.label(BACKEND)} asks for the CPU backend")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from inspect import signature
 from typing import Annotated, Any
 
 import typer
@@ -53,12 +54,23 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-EPILOG = (
-    "Every option with a value is also read from a variable, KESTREL_CUDA_ and its name (KESTREL_CUDA_CTX for --ctx); "
-    "--backend, --keep and --host-keep from VLLM_CUDA_INFER, VLLM_CUDA_STREAM and VLLM_VQF_STREAM, whose 0 has a "
-    "meaning of its own (README). Exit codes: 0 success, 1 a check failed, 2 something you can mend, 3 our fault, "
-    "130 interrupted."
-)
+_OLDER_VARIABLES = {"backend": "VLLM_CUDA_INFER", "keep": "VLLM_CUDA_STREAM", "host_keep": "VLLM_VQF_STREAM"}
+
+
+def _epilog(command: Callable[..., Invocation]) -> str:
+    """The variables of a command's options, and the exit codes."""
+    older = [
+        f"--{name.replace('_', '-')} from {variable}"
+        for name, variable in _OLDER_VARIABLES.items()
+        if name in signature(command).parameters
+    ]
+    of_older = f"; {', '.join(older)}, whose 0 has a meaning of its own (README)" if older else ""
+    return (
+        "Every option with a value is also read from a variable, KESTREL_CUDA_ and its name (KESTREL_CUDA_MODEL for "
+        f"--model){of_older}. Exit codes: 0 success, 1 a check failed, 2 something you can mend, 3 our fault, 130 "
+        "interrupted, 141 standard output closed, 143 terminated."
+    )
+
 
 app = typer.Typer(
     name=PROGRAM,
@@ -70,7 +82,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (run, inspect, selftest, bench):
-    app.command(cls=Command, epilog=EPILOG)(command)
+    app.command(cls=Command, epilog=_epilog(command))(command)
 
 
 def _print_version(wanted: bool) -> None:

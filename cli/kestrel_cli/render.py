@@ -53,6 +53,17 @@ class Screen:
             emoji=False,
             soft_wrap=True,
         )
+        self._held: list[tuple[Text, ...]] | None = None
+
+    def hold(self) -> None:
+        """Keep what is said until `begin`, but for warnings, so that a mistake found before it is one line."""
+        self._held = []
+
+    def begin(self) -> None:
+        """Say what was held; what comes next is said as it comes."""
+        held, self._held = self._held or [], None
+        for texts in held:
+            self._line(*texts)
 
     @contextmanager
     def progress(self) -> Iterator[OnProgress | None]:
@@ -83,7 +94,7 @@ class Screen:
 
     def warning(self, text: str) -> None:
         lead = "warning: "
-        self._line(Text(lead, style="yellow"), Text(self._wrapped(escape_controls(text), lead)))
+        self._print(Text(lead, style="yellow"), Text(self._wrapped(escape_controls(text), lead)))
 
     def plan_report(self, plan: PlanReport) -> None:
         """Where weights will go and what that takes, before any is read."""
@@ -180,6 +191,12 @@ class Screen:
         return "\n".join(_broken(lead + text, self._width, "  ")).removeprefix(lead)
 
     def _line(self, *texts: Text) -> None:
+        if self._held is None:
+            self._print(*texts)
+        else:
+            self._held.append(texts)
+
+    def _print(self, *texts: Text) -> None:
         self._console.print(*texts, sep="")
 
 

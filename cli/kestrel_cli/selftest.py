@@ -36,7 +36,8 @@ def selftest(
 ) -> flags.Invocation:
     """Check kernels and a checkpoint.
 
-    Kernels against an oracle, and the checkpoint's answers over every window; exit code 1 if a check fails.
+    Kernels against an oracle, and the checkpoint's answers to text over every window, the largest of which is
+    everything resident; its vision tower is not read. Exit code 1 if a check fails.
     """
     return flags.Invocation(check, flags.given(context.params))
 
@@ -49,10 +50,12 @@ def check(given: flags.Given, variables: Mapping[str, str], output: Output) -> N
     settings = options.settle(options.SELFTEST, given, variables)
     screen = Screen(settings[options.QUIET], variables)
     config = options.selftest_config(settings)
+    screen.hold()
     screen.settings(settings)
     heard = Heard(screen, settings)
 
     def opened(backend: str, device: str, reason: str | None) -> None:
+        screen.begin()
         screen.backend(backend, device)
         heard.add([], [f"running on the CPU: {reason}"] if reason else [])
         heard.add([], options.unused_device(settings, backend))

@@ -331,7 +331,7 @@ def test_version_and_help(kestrel: CommandLine) -> None:
         assert ran.out.startswith("Usage: kestrel-cuda ")
         assert "\x1b" not in ran.out
         if len(arguments) > 1:
-            assert "KESTREL_CUDA_CTX for --ctx" in ran.out
+            assert "KESTREL_CUDA_MODEL for --model" in ran.out
             assert "Exit codes: 0 success" in ran.out
 
 
