@@ -83,6 +83,12 @@ def random_ids(num_ids: int, seed: int = 0) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(1, 600, num_ids)]
 
 
+def assert_same_bits(run: Run, expected: Run) -> None:
+    assert run.ids == expected.ids
+    assert run.digest == expected.digest
+    assert np.array_equal(run.step_logits, expected.step_logits)
+
+
 def assert_bytes_moved(engine: Engine, run: Run) -> None:
     """A token uploads every layer that the window does not keep, once, and nothing else; `both-sides` uploads more."""
     assert engine.plan is not None

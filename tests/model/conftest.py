@@ -1,4 +1,4 @@
-"""Engines of either backend, loaded for a test or shared by a module."""
+"""Engines of either backend, loaded for a test or shared by a module, and a model for them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 import kestrel_cuda.engine
 from kestrel_cuda.engine import Engine
+from scripts.make_tiny_model import make_tiny_checkpoint
 from tests.engines import Engines
 
 Load = Callable[..., Engine]
@@ -63,3 +64,10 @@ def shared(backend_name: str) -> Iterator[Load]:
 
     yield get
     engines.close()
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that divide by 256, so that g256 is g256."""
+    sizes = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 256}
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("wide"), num_layers=5, with_vision=False, **sizes)
