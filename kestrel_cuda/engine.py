@@ -42,12 +42,16 @@ from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.plan import RUN_FLAGS, Flags, Plan, make_plan
 from kestrel_cuda.plan_sizes import most_bytes
 from kestrel_cuda.prompts import PromptEncoder, grids_of
+from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport, PlanReport
 from kestrel_cuda.residency.store import WeightStore
 from kestrel_cuda.residency.window import ResidencyWindow, make_window
 from kestrel_cuda.sizes import format_size
 
 Progress = Callable[[str, int, int], None]
+
+_ELEMENTS = {Quant.Q8_0: Element.INT8, Quant.Q4_0: Element.INT4}
+"""Of the weights that a token may be taken through in one launch."""
 
 
 class Engine:
@@ -189,7 +193,7 @@ class Engine:
             quantized=quantized,
             kv=config.kv_dtype,
             head_dim=model.text.head_dim,
-            whole_token=config.whole_token and window is None,
+            token_element=_ELEMENTS.get(config.quant) if config.whole_token and window is None else None,
         )
         try:
             store = WeightStore(

@@ -190,14 +190,18 @@ def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_token, "driver_bindings_work", lambda: True)
     monkeypatch.setattr(cuda_token, "copy_map", lambda array, cut, rows_per_piece: [0] * 16)
+    monkeypatch.setattr(cuda_token, "kv_map", lambda rows_hsd: [0] * 16)
     monkeypatch.setattr(cuda_token, "_beside", lambda layer: [0] * token_cuts.NUM_LAYER_POINTERS)
     monkeypatch.setattr(backend, "most_shared_bytes", COPYING_SHARED_BYTES)
     for element, head_dim in product((Element.INT8, Element.INT4), cuda_token.HEAD_DIMS):
         whole = decoder(element, head_dim)
         backend.reserve_attention(whole.heads, 1, 700)
-        for embedding in (whole.embedding, None):
-            token = backend.whole_token(replace(whole, embedding=embedding))
-            token(state(700, head_dim))
+        for embedding, most_kv_slots in product((whole.embedding, None), (0, token_cuts.MOST_KV_SLOTS)):
+            with pytest.MonkeyPatch.context() as smaller:
+                smaller.setattr(token_cuts, "MOST_KV_SLOTS", most_kv_slots)
+                token = backend.whole_token(replace(whole, embedding=embedding))
+            for num_slots in (256, 600):
+                token(state(700, head_dim), num_slots)
             token.close()
         for served_elsewhere in (
             decoder(element, head_dim, num_inputs=192),

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from kestrel_cuda.backends.operands import Activation, Array, Decoder, DeviceWeight, HeadShape, KvLayer, SequenceState
 from kestrel_cuda.backends.vision import VisionSteps
 from kestrel_cuda.config import KvDtype
-from kestrel_cuda.quant.packed import SlabEntry, SlabLayout
+from kestrel_cuda.quant.packed import Element, SlabEntry, SlabLayout
 from kestrel_cuda.weight_keys import Projection
 
 
@@ -77,7 +77,8 @@ class Preparation:
 class WholeToken(Protocol):
     """Takes one row from its id, or from its embedding, through every layer to its logits in one submission."""
 
-    def __call__(self, state: SequenceState) -> None: ...
+    def __call__(self, state: SequenceState, num_slots: int) -> None:
+        """`num_slots` of the cache may be filled, the new one among them."""
 
     def close(self) -> None:
         """Give back its memory; nothing captured with it may be replayed again."""
@@ -177,9 +178,12 @@ class Backend(VisionSteps, Protocol):
         """Measured rate of plain copies from pinned host memory to the device; None where there is no link."""
 
     # steps
-    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
+    def prepare_steps(
+        self, *, quantized: bool, kv: KvDtype, head_dim: int, token_element: Element | None
+    ) -> Preparation:
         """Begin to make ready what a decoder of this kind submits, so that no prompt waits for it.
 
+        `token_element` is that of the weights of tokens in one launch, if such are wanted.
         To wait for it raises DeviceError when the device cannot run it.
         """
 

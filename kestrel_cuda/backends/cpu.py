@@ -107,7 +107,9 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
         self._allocated_bytes = 0
         self._peak_bytes = 0
 
-    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
+    def prepare_steps(
+        self, *, quantized: bool, kv: KvDtype, head_dim: int, token_element: Element | None
+    ) -> Preparation:
         return Preparation(lambda: None, lambda: None)
 
     # memory

@@ -52,14 +52,16 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         self._best_id = self.zeros((256,), np.int32)
         self._maps = CopyMaps()
 
-    def prepare_steps(self, *, quantized: bool, kv: KvDtype, head_dim: int, whole_token: bool) -> Preparation:
+    def prepare_steps(
+        self, *, quantized: bool, kv: KvDtype, head_dim: int, token_element: Element | None
+    ) -> Preparation:
         files = {"gemv", "norm", "pointwise", "rope", "attention", *_ATTENTION_FILES[kv]}
         if kv is KvDtype.F16 and self.has_warpgroup_mma and head_dim in WARPGROUP_HEAD_DIMS:
             files.add("attention_many_warpgroup")
         if quantized:
             files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self._has_warpgroup_linears else set())
-        if quantized and whole_token and kv is KvDtype.F16 and (file := self.token_file(head_dim)):
-            files.add(file)
+        if token_element is not None and kv is KvDtype.F16:
+            files |= set(self.token_files(head_dim, token_element))
         return Preparation(*self.kernels.compile_beside(files))
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation:

@@ -1,6 +1,6 @@
 """A whole token as one launch: a block a multiprocessor takes one row through every layer and lm_head.
 
-The kernel (kernels/token.cuh) gives the bits of the steps it stands for. Cards with little shared memory, and weights
+The kernels (kernels/token.cuh) give the bits of the steps they stand for. Cards with little shared memory, and weights
 or caches it does not serve, go through the stretches of cuda_decode.py and cuda_attention.py instead. Its blocks wait
 for one another, so all of them must be on the card at once: one a multiprocessor, launched together or not at all.
 token_cuts.py says which block takes what.
@@ -8,8 +8,9 @@ token_cuts.py says which block takes what.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,25 @@ from kestrel_cuda.backends.cuda_device import TABLE_KINDS, CudaDevice
 from kestrel_cuda.backends.operands import Decoder, DecoderLayer, DeviceWeight, SequenceState
 from kestrel_cuda.backends.token_cuts import (
     COLUMNS,
-    LEAST_ON_THEIR_WAY,
-    MOST_SLOTS,
     PIECE_GROUPS,
     SPLIT_SLOTS,
+    SUBTILE_SLOTS,
     THREADS,
     Cut,
     copy_order,
     cut_token,
     is_served,
+    kv_ring_bytes,
     least_work_bytes,
     most_on_their_way,
     ring_bytes,
+    ring_slots,
     table_bytes,
     words_per_piece,
 )
 from kestrel_cuda.kernels.library import Kernel, driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
+from kestrel_cuda.quant.packed import Element, round_up
 
 # Sizes shared with kernels/token.cuh, beside those of token_cuts.py.
 COPY_THREADS = 128
@@ -46,6 +49,10 @@ COPY_CAPABILITY = 90
 """The compute capability whose instructions the kernel has: bulk copies, registers that change hands."""
 
 HEAD_DIMS = (32, 64, 128)
+BOXED_HEAD_DIM = 128
+"""Of the heads whose keys and values are copied ahead; smaller ones have one form of the kernel for every context."""
+PANEL_CHANNELS = 64
+SHARED_ALIGNMENT = 1024
 
 
 def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
@@ -84,28 +91,51 @@ def copy_maps(weights: Sequence[DeviceWeight], cuts: Sequence[Cut]) -> NDArray[n
     )
 
 
-class CudaWholeToken:
-    """One launch over a decoder's weights, with the tables and the words that its blocks share."""
+def kv_maps(layers: Sequence[DecoderLayer]) -> NDArray[np.uint64]:
+    """Keys and values of every layer by panels of 64 channels of a subtile's slots: [layers, 2, 16]."""
+    return np.array([[kv_map(layer.kv.k_hsd), kv_map(layer.kv.v_hsd)] for layer in layers], np.uint64)
 
-    def __init__(self, steps: TokenSteps, kernel: Kernel, decoder: Decoder, cuts: list[Cut], num_slots: int) -> None:
-        heads, layers = decoder.heads, decoder.layers
-        first = layers[0]
-        room = dynamic_bytes(steps, kernel)
-        fixed_bytes = table_bytes(cuts, len(layers), steps.num_multiprocessors, heads.head_dim)
-        fixed_bytes += num_slots * ring_bytes(decoder)
-        cuts = [cut.fit((room - fixed_bytes) // 16 * 16) for cut in cuts]
+
+def kv_map(rows_hsd: Any) -> list[int]:
+    """The driver's description of a layer's keys or values. Raises DeviceError when the driver refuses."""
+    num_heads, ctx, head_dim = rows_hsd.shape
+    row_bytes, panel = head_dim * 2, min(head_dim, PANEL_CHANNELS)
+    lengths, strides = (head_dim, ctx, num_heads), (row_bytes, ctx * row_bytes)
+    is_whole = panel == PANEL_CHANNELS
+    return describe(rows_hsd.data.ptr, 2, lengths, strides, (panel, SUBTILE_SLOTS, 1), swizzled=is_whole)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of the kernels that take a token, and how it uses shared memory."""
+
+    kernel: Kernel
+    cuts: list[Cut]
+    num_slots: int
+    num_kv_slots: int
+
+
+class CudaWholeToken:
+    """One launch over a decoder's weights, with the tables and the words that its blocks share.
+
+    A cache of one split has a form of its own, which merges nothing.
+    """
+
+    def __init__(self, steps: TokenSteps, decoder: Decoder, of_one_split: Form, of_many: Form) -> None:
+        heads, layers, cuts = decoder.heads, decoder.layers, of_one_split.cuts
+        first, num_blocks = layers[0], steps.num_multiprocessors
         hidden, products = first.qkv.geometry.num_inputs, first.down.geometry.num_inputs
         attended, num_splits = heads.num_heads * heads.head_dim, -(-first.kv.k_hsd.shape[1] // SPLIT_SLOTS)
         matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         maps = copy_maps([*matrices, decoder.lm_head], cuts[:4] * len(layers) + cuts[4:])
-        order = copy_order(cuts, steps.num_multiprocessors)
+        maps = np.concatenate([maps, kv_maps(layers)])
+        order = copy_order(cuts, num_blocks)
         table = decoder.h_mk if decoder.embedding is None else decoder.embedding
-        self._steps, self._kernel, self._shared_bytes = steps, kernel, room
+        self._steps, self._cuts = steps, list[Any]()
         self._owned = {
             "copy_maps": steps.to_device(maps.view(np.uint8)),
             "copy_order": steps.to_device(order),
             "pointers": steps.to_device(np.array([_beside(layer) for layer in layers], np.uint64)),
-            "cuts": steps.to_device(np.array([astuple(cut) for cut in cuts], np.int32)),
             "h_words": steps.zeros((hidden,), np.uint64),
             "qkv_words": steps.zeros((first.qkv.geometry.n_padded,), np.uint64),
             "attended_words": steps.zeros((attended // 4 + attended // ACTIVATION_GROUP,), np.uint64),
@@ -121,8 +151,6 @@ class CudaWholeToken:
             "is_embedded": int(decoder.embedding is None),
             "logits_v": decoder.logits_mv,
             "num_layers": len(layers),
-            "num_slots": num_slots,
-            "most_on_their_way": most_on_their_way(cuts, num_slots, steps.num_multiprocessors),
             "order_stride": order.shape[1],
             "hidden": hidden,
             "num_kv_heads": heads.num_kv_heads,
@@ -134,50 +162,79 @@ class CudaWholeToken:
             "scale": log2_scale(heads.head_dim),
             "eps": heads.norm_eps,
         }
+        self._of_one_split, self._of_many = (self._launch_of(form, decoder) for form in (of_one_split, of_many))
 
-    def __call__(self, state: SequenceState) -> None:
-        self._kernel(
-            (self._steps.num_multiprocessors,), (THREADS + COPY_THREADS,), all_at_once=True,
-            shared_bytes=self._shared_bytes, cos_sd=state.cos_sd, sin_sd=state.sin_sd, position=state.position,
-            tokens=state.tokens, **self._owned, **self._given,
+    def __call__(self, state: SequenceState, num_slots: int) -> None:
+        launch = self._of_one_split if num_slots <= SPLIT_SLOTS else self._of_many
+        launch(
+            (self._steps.num_multiprocessors,), (THREADS + COPY_THREADS,), all_at_once=True, cos_sd=state.cos_sd,
+            sin_sd=state.sin_sd, position=state.position, tokens=state.tokens, **self._owned, **self._given,
         )  # fmt: skip
 
     def close(self) -> None:
-        for array in self._owned.values():
+        for array in (*self._owned.values(), *self._cuts):
             self._steps.free(array)
-        self._owned = {}
+        self._owned, self._cuts = {}, []
+
+    def _launch_of(self, form: Form, decoder: Decoder) -> Callable[..., None]:
+        """The form's kernel with its own share of the parameters."""
+        steps, heads, element = self._steps, decoder.heads, decoder.lm_head.geometry.element
+        room_bytes = dynamic_bytes(steps, form.kernel)
+        fixed_bytes = table_bytes(form.cuts, len(decoder.layers), steps.num_multiprocessors, heads.head_dim)
+        fixed_bytes += form.num_slots * ring_bytes(element) + form.num_kv_slots * kv_ring_bytes(heads.head_dim)
+        cuts = [cut.fit((room_bytes - fixed_bytes) // 16 * 16) for cut in form.cuts]
+        self._cuts.append(steps.to_device(np.array([astuple(cut) for cut in cuts], np.int32)))
+        return partial(
+            form.kernel,
+            cuts=self._cuts[-1],
+            num_slots=form.num_slots,
+            num_kv_slots=form.num_kv_slots,
+            most_on_their_way=most_on_their_way(cuts, form.num_slots, steps.num_multiprocessors),
+            shared_bytes=room_bytes,
+        )
 
 
 class TokenSteps(AttentionSteps):
     """The whole token of `Backend` on a GPU."""
 
-    def token_file(self, head_dim: int) -> str | None:
-        """The kernel file of a whole token with heads of that size; None where there is no such launch."""
+    def token_files(self, head_dim: int, element: Element) -> list[str]:
+        """The kernel files of whole tokens with such heads and weights; none where there is no such launch."""
         if self.compute_capability != COPY_CAPABILITY or not driver_bindings_work() or head_dim not in HEAD_DIMS:
-            return None
-        return "token" if head_dim == 128 else "token_small"
+            return []
+        if head_dim != BOXED_HEAD_DIM:
+            return ["token_small"]
+        return [f"token_{element}_{form}" for form in ("one_split", "held", "boxed")]
 
     def whole_token(self, decoder: Decoder) -> CudaWholeToken | None:
-        if self.token_file(decoder.heads.head_dim) is None or not is_served(decoder):
+        heads, element = decoder.heads, decoder.lm_head.geometry.element
+        if not self.token_files(heads.head_dim, element) or not is_served(decoder):
             return None
+        if heads.head_dim != BOXED_HEAD_DIM:
+            held = self._form("held", decoder)
+            return CudaWholeToken(self, decoder, held, held) if held else None
+        of_one_split = self._form("one_split", decoder)
+        of_many = self._form("boxed", decoder) or self._form("held", decoder)
+        return CudaWholeToken(self, decoder, of_one_split, of_many) if of_one_split and of_many else None
+
+    def _form(self, name: str, decoder: Decoder) -> Form | None:
+        """A form in the shared memory of this card, if it has room for it."""
         heads, first, num_blocks = decoder.heads, decoder.layers[0], self.num_multiprocessors
-        kernel = self.kernels[f"decode_token_{first.qkv.geometry.element.value}_{heads.head_dim}"]
+        element = decoder.lm_head.geometry.element
+        kernel = self.kernels[f"decode_token_{element}_{heads.head_dim}_{name}"]
         cuts = cut_token((first.qkv, first.o, first.gate_up, first.down), decoder.lm_head, num_blocks)
-        least = table_bytes(cuts, len(decoder.layers), num_blocks, heads.head_dim)
-        least += least_work_bytes(cuts, heads.head_dim, heads.queries_per_kv)
-        num_slots = min(MOST_SLOTS, (dynamic_bytes(self, kernel) - least) // ring_bytes(decoder))
-        if most_on_their_way(cuts, num_slots, num_blocks) < LEAST_ON_THEIR_WAY:
-            return None
-        return CudaWholeToken(self, kernel, decoder, cuts, num_slots)
+        room_bytes = dynamic_bytes(self, kernel) - table_bytes(cuts, len(decoder.layers), num_blocks, heads.head_dim)
+        room_bytes -= least_work_bytes(cuts, heads.head_dim, heads.queries_per_kv)
+        slots = ring_slots(room_bytes, cuts, element, heads.head_dim, num_blocks, is_boxed=name == "boxed")
+        return Form(kernel, cuts, *slots) if slots else None
 
 
 def dynamic_bytes(device: CudaDevice, kernel: Kernel) -> int:
-    """All the dynamic shared memory that a block of the kernel can have on this card."""
-    return int(device.most_shared_bytes) - kernel.static_shared_bytes
+    """All the dynamic shared memory that a block of the kernel can have on this card; it begins aligned."""
+    return int(device.most_shared_bytes) - round_up(kernel.static_shared_bytes, SHARED_ALIGNMENT)
 
 
 def _beside(layer: DecoderLayer) -> list[int]:
-    """Addresses of what a layer has beside its matrices, in the order of kernels/token.cuh's `LayerPointer`."""
+    """Addresses of what a layer has beside its matrices, in the order of kernels/token_state.cuh's `LayerPointer`."""
     kv = layer.kv
     arrays = (layer.input_norm_k, layer.post_norm_k, layer.q_norm_d, layer.k_norm_d, kv.k_hsd, kv.v_hsd)
     return [int(array.data.ptr) for array in arrays]

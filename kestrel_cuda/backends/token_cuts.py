@@ -1,7 +1,7 @@
 """How a whole token's matrices are cut over a GPU's blocks and warps, in which order a block copies them, and what
 shared memory all that takes. Knows no device and launches nothing.
 
-kernels/token_ring.cuh and token_sums.cuh walk over the same cuts.
+kernels/token_ring.cuh, token_boxes.cuh and token_sums.cuh walk over the same cuts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ NUM_LAYER_POINTERS = 6
 BOX_ITEMS = 4
 ITEM_BIT, KIND_BIT = 16, 24
 MOST_SLOTS = 24
-LEAST_ON_THEIR_WAY, MOST_ON_THEIR_WAY = 2, 5
+LEAST_KV_SLOTS, MOST_KV_SLOTS = 4, 8
+"""Boxes in a block's ring of keys and values: the keys of a split, and all of it."""
+LEAST_ON_THEIR_WAY, ENOUGH_ON_THEIR_WAY, MOST_ON_THEIR_WAY = 2, 4, 5
 """Boxes on their way to a block while it sums: more keep the memory no busier, and others' words wait behind them."""
 MOST_SETS_AT_ONCE = 4
 MMA_ROWS, SUBTILES = 16, 4
 SPLIT_SLOTS = 256
+SUBTILE_SLOTS = SPLIT_SLOTS // SUBTILES
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,31 @@ def most_on_their_way(cuts: Sequence[Cut], num_slots: int, num_blocks: int) -> i
     return min(MOST_ON_THEIR_WAY, num_slots - max(cut.most_ahead(num_blocks) for cut in cuts))
 
 
-def ring_bytes(decoder: Decoder) -> int:
-    """Shared memory of a ring's slot and its two barriers."""
-    return slot_bytes(decoder.lm_head.geometry.element) + 2 * 8
+def ring_bytes(element: Element) -> int:
+    """Shared memory of a slot of the ring of weights, with its two barriers."""
+    return slot_bytes(element) + 2 * 8
+
+
+def kv_ring_bytes(head_dim: int) -> int:
+    """Shared memory of a slot of the ring of keys and values, with its two barriers."""
+    return SUBTILE_SLOTS * head_dim * 2 + 2 * 8
+
+
+def ring_slots(
+    room_bytes: int, cuts: Sequence[Cut], element: Element, head_dim: int, num_blocks: int, *, is_boxed: bool
+) -> tuple[int, int] | None:
+    """Slots of the ring of weights, and of that of keys and values where they are copied too, in so much shared memory.
+
+    What a ring holds is what it can run ahead. Keys and values take what weights leave that have enough. None where
+    the room does not do.
+    """
+    own, kv = ring_bytes(element), kv_ring_bytes(head_dim)
+    enough = ENOUGH_ON_THEIR_WAY + max(cut.most_ahead(num_blocks) for cut in cuts)
+    num_kv = min(MOST_KV_SLOTS, (room_bytes - enough * own) // kv) if is_boxed else 0
+    num_slots = min(MOST_SLOTS, (room_bytes - num_kv * kv) // own)
+    if is_boxed:
+        return (num_slots, num_kv) if num_kv >= LEAST_KV_SLOTS else None
+    return (num_slots, 0) if most_on_their_way(cuts, num_slots, num_blocks) >= LEAST_ON_THEIR_WAY else None
 
 
 def is_served(decoder: Decoder) -> bool:

@@ -67,8 +67,8 @@ struct __align__(16) FewWeights {
 };
 
 // Dots of the query rows with a warp's keys, a chain of mma over the channels for each tile that has slots.
-template <int kHeadDim, typename Rows>
-__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u32* queries, const Keys<Rows>& keys, int num_slots) {
+template <int kHeadDim, typename Split>
+__device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u32* queries, const Split& split, int num_slots) {
     using S = Shape<kHeadDim>;
     const FewThread me;
 #pragma unroll
@@ -76,12 +76,14 @@ __device__ inline void score_tiles(float (&dots)[kKeyTiles][4], const u32* queri
         dots[t][0] = dots[t][1] = dots[t][2] = dots[t][3] = 0.0f;
         if (me.tile_slot(t) >= num_slots) continue;
 #pragma unroll
-        for (int run = 0; run < S::kKeyRuns; ++run)
+        for (int run = 0; run < S::kKeyRuns; ++run) {
+            const auto halves = split.keys.run(t, run);
 #pragma unroll
             for (int i = 0; i < S::kKeyHalves / 4; ++i) {
                 const Fragment q = load_fragment(queries, run * (S::kKeyHalves / 4) + i);
-                mma_m16n8k16(dots[t], q.words, keys.word(t, run, 2 * i), keys.word(t, run, 2 * i + 1));
+                mma_m16n8k16(dots[t], q.words, halves.word(2 * i), halves.word(2 * i + 1));
             }
+        }
     }
 }
 
@@ -99,15 +101,15 @@ __device__ inline float largest_of(const float (&maxima)[kFewWarps + 4]) {
 // One split for up to 16 query rows in shared memory: `out` [subtile][row][d] gets the weighted values of each subtile
 // that has slots, shared.sums the sums of weights, row_max the maximum of each row. Values are loaded where keys were, when
 // there are scores. Every thread of the block takes part.
-template <int kHeadDim, typename Rows>
-__device__ inline void split_of_few_rows(FewWeights& shared, const u32* queries, const Keys<Rows>& keys, const Rows& v,
-                                         int num_rows, int num_slots, float scale, float* out) {
+template <int kHeadDim, typename Split>
+__device__ inline void split_of_few_rows(FewWeights& shared, const u32* queries, const Split& split, int num_rows,
+                                         int num_slots, float scale, float* out) {
     const FewThread me;
     const int quad = me.quad(), j = me.in_quad();
     // Rows `quad` and, where there are so many, `quad` + 8.
     const int num_halves = num_rows > 8 ? 2 : 1;
     float scores[kKeyTiles][4];
-    score_tiles<kHeadDim>(scores, queries, keys, num_slots);
+    score_tiles<kHeadDim>(scores, queries, split, num_slots);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (half >= num_halves) break;
@@ -146,8 +148,8 @@ __device__ inline void split_of_few_rows(FewWeights& shared, const u32* queries,
     const int subtile = me.subtile(), part = me.value_warp() % kWarpsPerSubtile;
     if (subtile * kSubtile < num_slots && part < Parts<kHeadDim>::kNum) {
         constexpr int kHalves = Parts<kHeadDim>::kHalves;
-        Values<Rows> values;
-        values.load(v, num_slots);
+        typename Split::ValuesOf values;
+        split.load(values, num_slots);
         weigh();
         values.pair();
         sync_few();
@@ -157,14 +159,14 @@ __device__ inline void split_of_few_rows(FewWeights& shared, const u32* queries,
 #pragma unroll
         for (int step = 0; step < 4; ++step)
             values.add(acc, sums, load_fragment(shared.fragments, subtile * (kSubtile / 16) + step).words, step);
-        float* to = out + (subtile * num_rows + quad) * kHeadDim + part * Parts<kHeadDim>::kChannels + 2 * j * kHalves;
+        float* to = out + (subtile * num_rows + quad) * kHeadDim + part * Parts<kHeadDim>::kChannels;
 #pragma unroll
         for (int half = 0; half < 2; ++half, to += 8 * kHeadDim) {
             if (quad + 8 * half >= num_rows) break;
 #pragma unroll
             for (int c = 0; c < 2; ++c)
 #pragma unroll
-                for (int t = 0; t < kHalves; ++t) to[c * kHalves + t] = acc[t][2 * half + c];
+                for (int t = 0; t < kHalves; ++t) to[values.channel(t, 2 * j + c)] = acc[t][2 * half + c];
             if (part == 0 && j == 0) shared.sums[quad + 8 * half][subtile] = sums[2 * half];
         }
     } else {
@@ -219,6 +221,15 @@ struct RowAttention {
     float scale, eps;
 
     __device__ int used_splits() const { return last / kSplit + 1; }
+    // Slots of a split, the new one among them.
+    __device__ int num_slots(int split) const { return min(kSplit, last + 1 - split * kSplit); }
+    __device__ bool has_new(int split) const { return split == used_splits() - 1; }
+    __device__ int num_known(int split) const { return num_slots(split) - has_new(split); }
+    // The channel of a cache at which a split of a kv head begins.
+    template <int kHeadDim>
+    __device__ i64 at(int split, int kv_head) const {
+        return ((i64)kv_head * ctx + split * kSplit) * kHeadDim;
+    }
 };
 
 // A split's results for one head and channel, into a running merge.
@@ -238,7 +249,7 @@ struct RunningMerge {
 // arrived_h [kv_heads] counts them and is zero between layers.
 template <int kHeadDim>
 struct PlainSplits {
-    static constexpr bool kMergesHere = true;
+    static constexpr bool kIsOne = false, kMergesHere = true;
     float *max_hs, *sum_hs, *out_hsd;
     int* arrived_h;
     int num_splits;
@@ -289,23 +300,18 @@ struct PlainSplits {
 };
 
 // One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, where there is one
-// split or `splits` has them merged here by one of their blocks, the activation codes. Keys are read first, then `wait` is
-// called, then the row is read. `parts`: 4 * queries_per_kv * d floats of shared memory. `queries` are written before any
-// barrier, the rest behind one.
-template <int kHeadDim, typename NewRow, typename Cache, typename Row, typename Splits, typename Codes, typename Wait>
+// split or `splits` has them merged here by one of their blocks, the activation codes. `held` are the split's keys and
+// values; `wait` is called before the row is read. `parts`: 4 * queries_per_kv * d floats of shared memory. `queries` are
+// written before any barrier, the rest behind one.
+template <int kHeadDim, typename NewRow, typename Split, typename Cache, typename Row, typename Splits, typename Codes,
+          typename Wait>
 __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries, FewWeights& shared, float* parts,
-                                           const RowAttention<Cache>& a, const Row& row, const Splits& splits, const Codes& y,
-                                           int split, int kv_head, Wait wait) {
+                                           Split& held, const RowAttention<Cache>& a, const Row& row, const Splits& splits,
+                                           const Codes& y, int split, int kv_head, Wait wait) {
     const FewThread me;
-    const int first_slot = split * kSplit, used_splits = a.used_splits();
-    const int num_slots = min(kSplit, a.last + 1 - first_slot);
-    const bool owns_new = split == used_splits - 1;
-    const i64 at = ((i64)kv_head * a.ctx + first_slot) * kHeadDim;
-    const int num_known = num_slots - owns_new;
-    using Rows = typename Cache::template Rows<kHeadDim>;
-    Keys<Rows> keys;
-    keys.load(a.k.template from<kHeadDim>(at), num_known);
-    a.v.template from<kHeadDim>(at).prefetch(num_known);
+    const int num_slots = a.num_slots(split), num_known = a.num_known(split);
+    const bool owns_new = a.has_new(split);
+    const i64 at = a.template at<kHeadDim>(split, kv_head);
     const float* cos_d = a.cos_sd + (i64)a.last * (kHeadDim / 2);
     const float* sin_d = a.sin_sd + (i64)a.last * (kHeadDim / 2);
     // The new key, the new value and the queries are a warp's each, the last warps' first: with few slots those have neither
@@ -330,7 +336,7 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
 #pragma unroll
             for (int i = 0; i < Rotation<kHeadDim>::kChannels; ++i) {
                 const int d = me.lane() + i * kWarp;
-                if (d < kHeadDim) a.v.put(at + num_known * kHeadDim + d, x[i]);
+                if (d < kHeadDim) a.v.put(at + num_known * kHeadDim + d, x[i]), held.keep_value(d, x[i]);
             }
         } else {
             rotation.turn(x, a.eps, [&](int d, float y) {
@@ -341,14 +347,13 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
     }
     sync_few();
     if (owns_new) {
-        if (me.has_key(num_known)) keys.put(queries.new_key, num_known);
+        held.take_new(queries.new_key, num_known);
         if (first_role == kNewKey) a.k.put(at + num_known * kHeadDim, queries.new_key);
     }
-    split_of_few_rows<kHeadDim>(shared, queries.fragments, keys, a.v.template from<kHeadDim>(at), a.queries_per_kv, num_slots,
-                                a.scale, parts);
+    split_of_few_rows<kHeadDim>(shared, queries.fragments, held, a.queries_per_kv, num_slots, a.scale, parts);
 
     const int num_values = a.queries_per_kv * kHeadDim, first_head = kv_head * a.queries_per_kv;
-    if (used_splits > 1) {
+    if (!Splits::kIsOne && a.used_splits() > 1) {
         for (int i = this_thread(); i < num_values; i += kFewThreads) {
             const int r = i / kHeadDim, d = i % kHeadDim;
             splits.put(first_head + r, split, d, add_subtiles(parts + i, num_values, num_slots));
@@ -356,14 +361,14 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
             splits.put_weights(first_head + r, split, shared.row_max[r], add_subtiles(shared.sums[r], 1, num_slots));
         }
         if constexpr (!Splits::kMergesHere) return;
-        else if (!splits.merges(kv_head, split, used_splits)) return;
+        else if (!splits.merges(kv_head, split, a.used_splits())) return;
     }
     for (int i = this_thread(); i < num_values; i += kFewThreads) {
         const int r = i / kHeadDim, d = i % kHeadDim, head = first_head + r;
         RunningMerge merged;
         if constexpr (Splits::kMergesHere)
-            if (used_splits > 1) merged = splits.merged(head, d, used_splits);
-        if (used_splits == 1) {
+            if (a.used_splits() > 1) merged = splits.merged(head, d, a.used_splits());
+        if (Splits::kIsOne || a.used_splits() == 1) {
             // What a merge with nothing gives.
             merged.sum = add_subtiles(shared.sums[r], 1, num_slots);
             merged.out = add_subtiles(parts + i, num_values, num_slots);

@@ -15,14 +15,12 @@ __device__ inline void attend_split(const float* q_mhd, const Rows& k, const Row
     if (first_slot > last) return;
     const int num_slots = min(kSplit, last + 1 - first_slot);
     const i64 at = ((i64)kv_head * ctx + first_slot) * kHeadDim;
-    Keys<Rows> keys;
-    keys.load(k.from(at), num_slots);
-    v.from(at).prefetch(num_slots);
+    const HeldSplit<kHeadDim, Rows> held(k.from(at), v.from(at), num_slots);
     const i64 first_head = (i64)row * num_heads + kv_head * queries_per_kv;
     for (int i = threadIdx.x; i < queries_per_kv * kHeadDim; i += kFewThreads)
         queries.put(i / kHeadDim, i % kHeadDim, q_mhd[first_head * kHeadDim + i]);
     __syncthreads();
-    split_of_few_rows<kHeadDim>(shared, queries.fragments, keys, v.from(at), queries_per_kv, num_slots, scale, parts);
+    split_of_few_rows<kHeadDim>(shared, queries.fragments, held, queries_per_kv, num_slots, scale, parts);
     for (int i = threadIdx.x; i < queries_per_kv * kHeadDim; i += kFewThreads) {
         const i64 to = (first_head + i / kHeadDim) * num_splits + split;
         out_mhsd[to * kHeadDim + i % kHeadDim] = add_subtiles(parts + i, queries_per_kv * kHeadDim, num_slots);
@@ -36,7 +34,8 @@ __device__ inline void attend_split(const float* q_mhd, const Rows& k, const Row
 // One query from the joint projection to the next linear's input, in one kernel. Dynamic shared memory:
 // 4 * queries_per_kv * d floats. Grid: (splits, kv_heads).
 template <int kHeadDim, typename Cache>
-__device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& row, const PlainSplits<kHeadDim>& splits, const PlainCodes& y) {
+__device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& row, const PlainSplits<kHeadDim>& splits,
+                                  const PlainCodes& y) {
     extern __shared__ __align__(16) float parts[];
     __shared__ FewQueries<kHeadDim, typename Cache::template Rows<kHeadDim>::New> queries;
     __shared__ FewWeights shared;
@@ -47,5 +46,9 @@ __device__ inline void attend_row(const RowAttention<Cache>& a, const PlainRow& 
         wait_for_previous();
         return;
     }
-    attend_split_of_row<kHeadDim>(queries, shared, parts, a, row, splits, y, blockIdx.x, blockIdx.y, [] { wait_for_previous(); });
+    const int split = blockIdx.x, kv_head = blockIdx.y;
+    const i64 at = a.template at<kHeadDim>(split, kv_head);
+    HeldSplit<kHeadDim, typename Cache::template Rows<kHeadDim>> held(a.k.template from<kHeadDim>(at),
+                                                                      a.v.template from<kHeadDim>(at), a.num_known(split));
+    attend_split_of_row<kHeadDim>(queries, shared, parts, held, a, row, splits, y, split, kv_head, [] { wait_for_previous(); });
 }

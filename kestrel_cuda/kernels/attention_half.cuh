@@ -58,6 +58,8 @@ struct Run {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) words[i] = 0;
     }
+
+    __device__ u32 word(int i) const { return words[i]; }
 };
 
 // What one lane puts into an mma as its rows: those of 16 queries by 16 channels, or by 16 slots.

@@ -72,8 +72,7 @@ struct Keys<HalfRows<kHeadDim>> {
                 for (int run = 0; run < S::kKeyRuns; ++run) of[t][run].load(key.stored + (run * 4 + j) * S::kKeyHalves);
     }
 
-    // Two neighbouring entries of a run.
-    __device__ u32 word(int t, int run, int i) const { return of[t][run].words[i]; }
+    __device__ const Run<S::kKeyHalves>& run(int t, int run) const { return of[t][run]; }
 };
 
 // A run of 32 channels is a group.
@@ -103,9 +102,15 @@ struct Keys<Int8Rows<kHeadDim>> {
             if (me.tile_slot(t) + me.quad() == new_slot) load_slot(t, key.stored, key.scales);
     }
 
-    __device__ u32 word(int t, int run, int i) const {
-        return entry_pair(of[t][run].words[i / 2], i % 2, twice(scales[t].words[run / 2], run % 2));
-    }
+    // Two neighbouring entries at a time.
+    struct Entries {
+        const CodeRun<S::kKeyHalves>& codes;
+        u32 scale_twice;
+
+        __device__ u32 word(int i) const { return entry_pair(codes.words[i / 2], i % 2, scale_twice); }
+    };
+
+    __device__ Entries run(int t, int run) const { return {of[t][run], twice(scales[t].words[run / 2], run % 2)}; }
 
     __device__ void load_slot(int t, const i8* codes_d, const u16* scales_g) {
         const FewThread me;
@@ -134,7 +139,8 @@ struct ValuePlace {
 template <typename Rows>
 struct Values;
 
-// Entries of neighbouring slots are put side by side, as an mma takes them, by `pair`, when they are there.
+// Entries of neighbouring slots are put side by side, as an mma takes them, by `pair`, when they are there. `channel` is that
+// of a column of a warp's tile t.
 template <int kHeadDim>
 struct Values<HalfRows<kHeadDim>> {
     using Place = ValuePlace<kHeadDim>;
@@ -154,6 +160,8 @@ struct Values<HalfRows<kHeadDim>> {
                 else of[step][i].clear();
             }
     }
+
+    static __device__ constexpr int channel(int t, int column) { return column * kHalves + t; }
 
     __device__ void pair() {
 #pragma unroll
@@ -201,6 +209,8 @@ struct Values<Int8Rows<kHeadDim>> {
         scales = even | odd << 16;
     }
 
+    static __device__ constexpr int channel(int t, int column) { return column * kHalves + t; }
+
     // Codes stay codes until their mma.
     __device__ void pair() {}
 
@@ -221,4 +231,31 @@ struct Values<Int8Rows<kHeadDim>> {
         for (int t = 0; t < kHalves; ++t) mma_m16n8k16(out[t], weights, pairs[0][t], pairs[1][t]);
         mma_m16n8k16(sums, weights, kHalfOnes, kHalfOnes);
     }
+};
+
+// A split's keys and values of the cache in registers: keys ahead of the queries, values where keys were. What
+// attention_few.cuh takes as a split; token_boxes.cuh has another.
+template <int kHeadDim, typename Rows>
+struct HeldSplit {
+    using ValuesOf = Values<Rows>;
+    const Rows k, v;
+    Keys<Rows> keys;
+
+    // By every thread of the block.
+    __device__ HeldSplit(const Rows& k_sd, const Rows& v_sd, int num_known) : k(k_sd), v(v_sd) {
+        keys.load(k, num_known);
+        v.prefetch(num_known);
+    }
+
+    // A new slot's value, by the warp that has it written to the cache, whence it is read again.
+    __device__ void keep_value(int, float) {}
+
+    // By all, behind a barrier: a new slot's key is in shared memory.
+    __device__ void take_new(const typename Rows::New& key, int slot) {
+        const FewThread me;
+        if (me.has_key(slot)) keys.put(key, slot);
+    }
+
+    // Behind the scores.
+    __device__ void load(ValuesOf& values, int num_slots) const { values.load(v, num_slots); }
 };

@@ -30,7 +30,12 @@ ARCHITECTURES = (80, 86, 89, 90, 120)
 FEATURE_ARCHITECTURES = {
     "attention_many_warpgroup": 90,
     "gemm_warpgroup": 90,
-    "token": 90,
+    "token_int4_boxed": 90,
+    "token_int4_held": 90,
+    "token_int4_one_split": 90,
+    "token_int8_boxed": 90,
+    "token_int8_held": 90,
+    "token_int8_one_split": 90,
     "token_small": 90,
     "vision_attention_warpgroup": 90,
     "vision_linear_warpgroup": 90,

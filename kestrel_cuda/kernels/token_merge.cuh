@@ -14,6 +14,8 @@ struct __align__(16) MergeRoom {
     float out[kMergedSplits][kGroup];
 };
 
+static_assert(2 * kMergedSplits <= kFewThreads, "");
+
 // Fetch `count` splits of a head from `first` on.
 template <int kHeadDim>
 __device__ inline void fetch_splits(MergeRoom& room, const FlaggedSplits<kHeadDim>& splits, int head, int group, int first,
@@ -21,21 +23,25 @@ __device__ inline void fetch_splits(MergeRoom& room, const FlaggedSplits<kHeadDi
     const FewThread me;
     const int warp = me.warp(), lane = me.lane();
     auto out_at = [&](int s) { return splits.at(head, first + s) + group * kGroup + lane; };
-    auto weight_at = [&](int s) { return splits.at(head, first + s) + kHeadDim + lane % 2; };
-    Word out[kOwnSplits], weight[kOwnSplits];
+    // A split's maximum and sum are a thread's each.
+    const int own_weight = me.index / 2;
+    const u64* weight_at = splits.at(head, first + own_weight) + kHeadDim + me.index % 2;
+    Word out[kOwnSplits], weight;
+    if (own_weight < count) weight.load(weight_at);
 #pragma unroll
     for (int i = 0; i < kOwnSplits; ++i) {
         const int s = warp + i * kFewWarps;
-        if (s < count) out[i].load(out_at(s)), weight[i].load(weight_at(s));
+        if (s < count) out[i].load(out_at(s));
+    }
+    if (own_weight < count) {
+        SplitWeights& to = room.weights[own_weight];
+        (me.index % 2 ? to.sum : to.max) = __uint_as_float(weight.await(weight_at, splits.epoch));
     }
 #pragma unroll
     for (int i = 0; i < kOwnSplits; ++i) {
         const int s = warp + i * kFewWarps;
         if (s >= count) break;
         room.out[s][lane] = __uint_as_float(out[i].await(out_at(s), splits.epoch));
-        const float value = __uint_as_float(weight[i].await(weight_at(s), splits.epoch));
-        if (lane == 0) room.weights[s].max = value;
-        if (lane == 1) room.weights[s].sum = value;
     }
 }
 

@@ -9,7 +9,8 @@ constexpr int kCopyThreads = kWarpgroup;    // beside them; registers are given 
 constexpr int kColumns = 16;           // of half an item
 constexpr int kRowBytes = kWarp * 4;   // of an item's codes: a word row of 32 columns
 constexpr int kBoxItems = 4;           // copied at a time
-constexpr int kCopyAlignment = 128;
+constexpr int kCopyAlignment = 1024;    // of what is swizzled; of other copies 128 would do
+constexpr int kMostSlots = 24;
 
 // A box in a copy order: column / 16 in 16 bits, first item of its column in 8, kind (0 for lm_head, whose maps follow the
 // layers').
@@ -56,6 +57,10 @@ __device__ inline void load_shared(float& v, u32 at) {
 
 __device__ inline void load_shared(int& v, u32 at) {
     asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+}
+
+__device__ inline void load_shared(int2& v, u32 at) {
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
 }
 
 __device__ inline void store_shared(u32 at, i8 v) { asm volatile("st.shared.s8 [%0], %1;" ::"r"(at), "r"((int)v) : "memory"); }
@@ -115,17 +120,17 @@ struct Ring {
     static constexpr int kCodesBytes = kBoxItems * kGroupsPerPiece * kWords * kRowBytes;
     static constexpr int kSlotBytes = kCodesBytes + kBoxItems * kGroupsPerPiece * kWarp * 2;
 
-    u32 slots;                         // shared addresses
+    u32 slots, barriers;               // shared addresses
     int num_slots;
 
-    // Barriers lie behind the slots: one that a box is full, one that it is empty.
-    __device__ u32 full(int slot) const { return slots + num_slots * kSlotBytes + slot * 8; }
-    __device__ u32 empty(int slot) const { return full(num_slots + slot); }
+    // One that a box is full, one that it is empty.
+    __device__ u32 full(int slot) const { return barriers + slot * 8; }
+    __device__ u32 empty(int slot) const { return full(kMostSlots + slot); }
 
     // By every thread of the block, before any of them meets.
     __device__ void init() const {
-        if ((int)threadIdx.x < 2 * num_slots) {
-            init_barrier(full(threadIdx.x), (int)threadIdx.x < num_slots ? 1 : kBoxItems);
+        if ((int)threadIdx.x < 2 * kMostSlots) {
+            init_barrier(full(threadIdx.x), (int)threadIdx.x < kMostSlots ? 1 : kBoxItems);
             publish_barriers();
         }
     }
@@ -167,7 +172,7 @@ struct Ring {
     }
 
     // Where a warp is in the ring: the slot of the next set's first box, and its barrier's parity.
-    struct Place {
+    struct __align__(8) Place {
         int slot, parity;
     };
 

@@ -1,5 +1,4 @@
-// One row through every layer and lm_head in one launch, for smaller heads; apart from token.cu, so that common models
-// do not wait for these to compile. token.cuh says how.
+// One row through every layer and lm_head in one launch, for smaller heads; token.cuh says how.
 
 #include "common.cuh"
 #include "attention_half.cuh"
@@ -12,10 +11,14 @@
 #include "warpgroup.cuh"
 #include "copy_engine.cuh"
 #include "token_ring.cuh"
+#include "token_boxes.cuh"
 #include "token_sums.cuh"
+#include "token_state.cuh"
+#include "token_inputs.cuh"
+#include "token_attend.cuh"
 #include "token.cuh"
 
-TOKEN(int8_32, Int8Weights, 32)
-TOKEN(int8_64, Int8Weights, 64)
-TOKEN(int4_32, Int4Weights, 32)
-TOKEN(int4_64, Int4Weights, 64)
+TOKEN(int8_32_held, Int8Weights, 32, kHeld)
+TOKEN(int8_64_held, Int8Weights, 64, kHeld)
+TOKEN(int4_32_held, Int4Weights, 32, kHeld)
+TOKEN(int4_64_held, Int4Weights, 64, kHeld)

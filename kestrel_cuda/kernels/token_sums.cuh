@@ -87,9 +87,9 @@ struct Summer {
 
     // Piece sums of several sets at a time go to one of two buffers in shared memory in turn; then a warp a set adds its pieces
     // and gives each lane's total, and that of its up column if it has one, to `finish(round, set, lane, total, up)`. The
-    // lower half of a set hands its totals on in `half_words`. Called once; `place` is then the next stage's.
-    template <typename Finish>
-    __device__ void sum(const Codes& x, u32 buffers, u64* const& half_words, u32 epoch, Finish finish) {
+    // lower half of a set hands its totals on in `half_words`, as of `epoch()`. Called once; `place` is then the next stage's.
+    template <typename Epoch, typename Finish>
+    __device__ void sum(const Codes& x, u32 buffers, u64* const& half_words, Epoch epoch, Finish finish) {
         const int warp = this_thread() / kWarp, lane = this_thread() % kWarp;
         // Where four columns of a piece's sums go, and whence a lane adds those of its column. What of the cut is not needed
         // for every item is read when it is needed: registers are scarce.
@@ -122,7 +122,7 @@ struct Summer {
                 if (warp == kWarps - 1) {
                     float total = 0.0f, up = 0.0f;
                     add_pieces<true>(whole(2) + own_column(), row_bytes, cut.half_pieces(), total, up);
-                    publish(half(), total, epoch), publish(half() + kWarp, up, epoch);
+                    publish(half(), total, epoch()), publish(half() + kWarp, up, epoch());
                 }
                 continue;
             }
@@ -142,8 +142,9 @@ struct Summer {
         if (cut.has_half() && cut.is_upper() && warp == kWarps - 1) {
             Word lower[2];
             lower[0].load(half()), lower[1].load(half() + kWarp);
-            float total = __uint_as_float(lower[0].await(half(), epoch));
-            float up = __uint_as_float(lower[1].await(half() + kWarp, epoch));
+            const u32 wanted = epoch();
+            float total = __uint_as_float(lower[0].await(half(), wanted));
+            float up = __uint_as_float(lower[1].await(half() + kWarp, wanted));
             const int lower_pieces = cut.half_pieces();
             const u32 from = whole(2) + own_column() + lower_pieces * row_bytes;
             add_pieces<true>(from, row_bytes, cut.num_pieces - lower_pieces, total, up);

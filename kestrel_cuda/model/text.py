@@ -163,7 +163,7 @@ class TextModel:
         if self._whole_token is None or not self._fixed.has_embedding_on_device:
             self._backend.embed(self._fixed.embedding, state, self.h_mk, 1)
         if self._whole_token is not None:
-            self._whole_token(state)
+            self._whole_token(state, num_slots)
             return
         for layer, slab in enumerate(slabs):
             self._submit_layer(layer, slab, state, 1, num_slots)

@@ -76,19 +76,23 @@ class TestSizes:
             ("cuda.PIECE_INPUTS", "gemv", "kPiece"),
             ("cuda_attention.QUANTIZED_INPUTS", "quantize", "kQuantizedInputs"),
             ("cuda_attention.FEW_THREADS", "attention_few", "kFewThreads"),
-            ("token_cuts.THREADS", "token", "kThreads"),
-            ("token_cuts.THREADS", "token", "kFewThreads"),
-            ("cuda_token.COPY_THREADS", "token", "kCopyThreads"),
-            ("token_cuts.WARPS", "token", "kWarps"),
-            ("token_cuts.COLUMNS", "token", "kColumns"),
-            ("token_cuts.BOX_ITEMS", "token", "kBoxItems"),
-            ("token_cuts.ITEM_BIT", "token", "kItemBit"),
-            ("token_cuts.KIND_BIT", "token", "kKindBit"),
-            ("token_cuts.PIECE_INPUTS", "token", "kPiece"),
-            ("token_cuts.PIECE_GROUPS", "token", "kGroupsPerPiece"),
-            ("token_cuts.MMA_ROWS", "token", "kMmaRows"),
-            ("token_cuts.SUBTILES", "token", "kSubtiles"),
-            ("token_cuts.SPLIT_SLOTS", "token", "kSplit"),
+            ("token_cuts.THREADS", "token_int8_boxed", "kThreads"),
+            ("token_cuts.THREADS", "token_int8_boxed", "kFewThreads"),
+            ("cuda_token.COPY_THREADS", "token_int8_boxed", "kCopyThreads"),
+            ("token_cuts.WARPS", "token_int8_boxed", "kWarps"),
+            ("token_cuts.COLUMNS", "token_int8_boxed", "kColumns"),
+            ("token_cuts.BOX_ITEMS", "token_int8_boxed", "kBoxItems"),
+            ("token_cuts.ITEM_BIT", "token_int8_boxed", "kItemBit"),
+            ("token_cuts.KIND_BIT", "token_int8_boxed", "kKindBit"),
+            ("token_cuts.PIECE_INPUTS", "token_int8_boxed", "kPiece"),
+            ("token_cuts.PIECE_GROUPS", "token_int8_boxed", "kGroupsPerPiece"),
+            ("token_cuts.MMA_ROWS", "token_int8_boxed", "kMmaRows"),
+            ("token_cuts.SUBTILES", "token_int8_boxed", "kSubtiles"),
+            ("token_cuts.SPLIT_SLOTS", "token_int8_boxed", "kSplit"),
+            ("token_cuts.SUBTILE_SLOTS", "token_int8_boxed", "kSubtile"),
+            ("token_cuts.MOST_SLOTS", "token_int8_boxed", "kMostSlots"),
+            ("token_cuts.MOST_KV_SLOTS", "token_int8_boxed", "kMostKvSlots"),
+            ("token_cuts.LEAST_KV_SLOTS", "token_int8_boxed", "kSubtiles"),
             ("cuda_vision.ROW_WARPS", "vision", "kRowWarps"),
             ("cuda_vision.VALUE_THREADS", "vision", "kValueThreads"),
             ("cuda_vision.TILE_M", "vision_linear", "kTileM"),
@@ -340,8 +344,8 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert asked[f"attend_patches_warpgroups_{d}"] == {-(-whole // 1024) * 1024}
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
-        assert token_cuts.few_queries_bytes(d) == few_queries_bytes("token", "f16", d)
+        assert token_cuts.few_queries_bytes(d) == few_queries_bytes("token_int8_boxed", "f16", d)
         parts_bytes = 4 * c["kSubtiles"] * group * d
-        assert token_cuts.few_weights_bytes(d, group) == few_weights_bytes("token") + parts_bytes
-        merge_bytes = struct_bytes("token", "MergeRoom", d) + 16 * constants("token")["kMergedSplits"]
-        assert merge_bytes <= few_weights_bytes("token"), "splits are merged where weights were"
+        assert token_cuts.few_weights_bytes(d, group) == few_weights_bytes("token_int8_boxed") + parts_bytes
+        merge_bytes = struct_bytes("token_int8_boxed", "MergeRoom", d) + 16 * constants("token_int8_boxed")["kMergedSplits"]
+        assert merge_bytes <= few_weights_bytes("token_int8_boxed"), "splits are merged where weights were"

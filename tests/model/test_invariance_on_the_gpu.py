@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_cuda.backends import token_cuts
 from kestrel_cuda.config import KvDtype, Quant
 from kestrel_cuda.engine import Engine
 from scripts.make_tiny_model import make_tiny_checkpoint
@@ -91,9 +92,32 @@ class TestOnTheGpu:
         assert in_many._model is not None
         assert not in_many._model.has_whole_token
 
-    def test_more_splits_than_are_fetched_at_a_time(self, load_on_gpu: Load, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("kv_slots", [8, 5, 4, None], ids=["roomy", "odd", "narrow", "held"])
+    @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
+    def test_keys_and_values_that_are_copied_ahead(
+        self, load_on_gpu: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: Quant, kv_slots: int | None
+    ) -> None:
+        """Over several splits of heads of 128 channels, past ends of boxes; where there is room for all of a split, for
+        a little more than its keys, for these alone, and for none."""
+        monkeypatch.setattr(token_cuts, "MOST_KV_SLOTS", kv_slots or 0)
+        sizes = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 256}
+        model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, **sizes)
+        prompt = random_ids(740, seed=8)
+        engine = load_on_gpu(model, quant=quant, keep=0, ctx=1100)
+        whole = generate(engine, prompt, 100)
+        assert engine._model is not None
+        if not engine._model.has_whole_token:
+            pytest.skip("this card takes a token in several launches")
+        assert_bytes_moved(engine, whole)
+        in_many = load_on_gpu(model, quant=quant, keep=0, ctx=1100, whole_token=False)
+        many = generate(in_many, prompt, 100)
+        assert_same_bits(many, whole)
+        assert_bytes_moved(in_many, many)
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_more_splits_than_are_fetched_at_a_time(self, load_on_gpu: Load, tmp_path: Path, head_dim: int) -> None:
         """64 of 256 slots are (kernels/token_merge.cuh); and several splits a block."""
-        sizes = {"hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "intermediate_size": 256}
+        sizes = {"hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": head_dim, "intermediate_size": 256}
         model = make_tiny_checkpoint(tmp_path / "m", num_layers=2, with_vision=False, **sizes)
         edit_json(model / "config.json", {"text_config.max_position_embeddings": 1 << 15})
         prompt = random_ids(65 * 256 - 2, seed=7)

@@ -1,4 +1,5 @@
-// One row through every layer and lm_head in one launch, for heads of 128 channels; token.cuh says how.
+// One row through every layer and lm_head in one launch, for 4-bit weights, heads of 128 channels and a cache of one split;
+// token.cuh says how.
 
 #include "common.cuh"
 #include "attention_half.cuh"
@@ -11,8 +12,11 @@
 #include "warpgroup.cuh"
 #include "copy_engine.cuh"
 #include "token_ring.cuh"
+#include "token_boxes.cuh"
 #include "token_sums.cuh"
+#include "token_state.cuh"
+#include "token_inputs.cuh"
+#include "token_attend.cuh"
 #include "token.cuh"
 
-TOKEN(int8_128, Int8Weights, 128)
-TOKEN(int4_128, Int4Weights, 128)
+TOKEN(int4_128_one_split, Int4Weights, 128, kOneSplit)

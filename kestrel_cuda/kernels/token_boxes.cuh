@@ -1,0 +1,228 @@
+// A split's keys and values in shared memory: one thread has them copied ahead of their use, attention takes them there.
+// Knows no stage.
+
+constexpr int kMostKvOnTheirWay = 2;   // boxes of a block, as with weights
+constexpr int kMostKvSlots = 2 * kSubtiles;
+constexpr int kKeyTakers = kSubtile / 8;    // warps that take a box of keys
+
+// A new row's value, as the cache will hold it, and a row of zeros for slots past it.
+template <int kHeadDim>
+struct __align__(128) RowsBeside {
+    HalfRow<kHeadDim> new_value, zeros;
+};
+
+// Boxes of 64 slots of a kv head, keys of a split and then its values, as the copy engine lays them down: panels of 64
+// channels in rows of 128 bytes, swizzled. `slots` begins at a multiple of 1024. There
+// are no fewer than a split has subtiles, and the warps meet between its keys and its values: so nobody waits for a box whose
+// slot still waits for the one before, or is done with one whose slot others have not left yet.
+template <int kHeadDim>
+struct KvRing {
+    static constexpr int kPanelChannels = 64, kPanels = (kHeadDim + kPanelChannels - 1) / kPanelChannels;
+    static constexpr int kPanelBytes = kSubtile * kSwizzledRow, kBoxBytes = kPanels * kPanelBytes;
+    static constexpr int kRowEights = kSwizzledRow / 16;
+
+    // Shared addresses. What does not have to be in registers lies in shared memory itself.
+    const u32& slots;
+    u32 barriers;
+    const int& num_slots;
+
+    struct __align__(8) Place {
+        int slot, parity;
+    };
+
+    __device__ u32 box(Place place) const { return slots + place.slot * kBoxBytes; }
+    __device__ u32 full(Place place) const { return barriers + place.slot * 8; }
+    __device__ u32 empty(Place place) const { return full({kMostKvSlots + place.slot, 0}); }
+
+    // At most as many boxes on as there are slots.
+    __device__ Place step(Place place, int boxes) const {
+        place.slot += boxes;
+        if (place.slot >= num_slots) place.slot -= num_slots, place.parity ^= 1;
+        return place;
+    }
+
+    // By every thread of the block, before any of them meets.
+    __device__ void init() const {
+        if ((int)threadIdx.x < 2 * kMostKvSlots) {
+            init_barrier(full({(int)threadIdx.x, 0}), (int)threadIdx.x < kMostKvSlots ? 1 : kKeyTakers);
+            publish_barriers();
+        }
+    }
+
+    // Until the box there has landed.
+    __device__ void await(Place place) const { wait_barrier(full(place), place.parity); }
+
+    // By a warp that has read what it needs of a box, `share` of those that take keys.
+    __device__ void give_back(Place place, int share) const {
+        __syncwarp();
+        if (this_thread() % kWarp == 0) arrive_times(empty(place), share);
+    }
+
+    // Where a run of 8 channels of a slot lies in its box. The runs of a panel behind one whose number is a multiple of a
+    // power of two differ from it in the bits that they add.
+    __device__ static u32 eight(int slot, int i) {
+        return swizzled(slot, i % kRowEights) + i / kRowEights * kPanelBytes;
+    }
+
+    // All that this block attends to, layer by layer, by one thread. Maps of keys and values, a pair a layer.
+    __device__ void copy_all(const u8* maps, int num_layers, int num_kv_heads, int last, int first_unit) const {
+        // The parity of its barrier that a slot is empty.
+        Place next = {0, 1};
+#pragma unroll 1
+        for (; num_layers > 0; --num_layers, maps += 2 * 128)
+#pragma unroll 1
+            for (int unit = first_unit; unit < (last / kSplit + 1) * num_kv_heads; unit += gridDim.x)
+#pragma unroll 1
+                for (int which = 0; which < 2; ++which) {
+                    const int first_slot = unit / num_kv_heads * kSplit, end_slot = min(last + 1, first_slot + kSplit);
+#pragma unroll 1
+                    for (int slot = first_slot; slot < end_slot; slot += kSubtile) {
+                        wait_barrier(empty(next), next.parity);
+                        // Before the first boxes there is a turn that is over.
+                        const Place before = step(next, num_slots - kMostKvOnTheirWay);
+                        await({before.slot, before.slot < next.slot ? next.parity ^ 1 : next.parity});
+                        arrive_expecting(full(next), kBoxBytes);
+#pragma unroll
+                        for (int panel = 0; panel < kPanels; ++panel)
+                            copy_rows(box(next) + panel * kPanelBytes, maps + which * 128, panel * kPanelChannels, slot,
+                                      unit % num_kv_heads, full(next));
+                        next = step(next, 1);
+                    }
+                }
+    }
+
+  private:
+    __device__ static void copy_rows(u32 to, const u8* map, int channel, int slot, int kv_head, u32 barrier) {
+#if COPIES_IN_BULK
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+            " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+            "l"(map), "r"(channel), "r"(slot), "r"(kv_head), "r"(barrier)
+            : "memory");
+#endif
+    }
+};
+
+// Values of a warp's subtile for its part of the channels, as an mma takes them: eight neighbouring channels a tile.
+template <int kHeadDim>
+struct BoxedValues {
+    static constexpr int kHalves = Parts<kHeadDim>::kHalves;
+    u32 pairs[4][kHalves][2];
+
+    static __device__ constexpr int channel(int t, int column) { return t * 8 + column; }
+
+    __device__ void pair() {}    // they are
+
+    // `first_of` a slot of the subtile: where the first of the part's runs of 8 channels lies.
+    template <typename FirstOf>
+    __device__ void load(FirstOf first_of) {
+        const FewThread me;
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            const u32 first = first_of(step * 16 + me.lane() % 16);
+            if constexpr (kHalves == 1) {
+                asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                             : "=r"(pairs[step][0][0]), "=r"(pairs[step][0][1])
+                             : "r"(first)
+                             : "memory");
+            } else {
+                // The upper lanes have the rows of the tile after.
+#pragma unroll
+                for (int t = 0; t < kHalves; t += 2)
+                    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(pairs[step][t][0]), "=r"(pairs[step][t][1]), "=r"(pairs[step][t + 1][0]),
+                                   "=r"(pairs[step][t + 1][1])
+                                 : "r"(first ^ me.lane() / 16 * 16 ^ t * 16)
+                                 : "memory");
+            }
+        }
+    }
+
+    // Add the weighted values of a step's 16 slots, and the weights themselves to `sums`.
+    __device__ void add(float (&out)[kHalves][4], float (&sums)[4], const u32 (&weights)[4], int step) const {
+#pragma unroll
+        for (int t = 0; t < kHalves; ++t) mma_m16n8k16(out[t], weights, pairs[step][t][0], pairs[step][t][1]);
+        mma_m16n8k16(sums, weights, kHalfOnes, kHalfOnes);
+    }
+};
+
+// What attention_few.cuh takes as a split: keys go from their boxes to registers while the row is on its way, values behind
+// the scores.
+template <int kHeadDim>
+struct BoxedSplit {
+    static_assert(kHeadDim % KvRing<kHeadDim>::kPanelChannels == 0, "whole panels");
+    using S = Shape<kHeadDim>;
+    using Ring = KvRing<kHeadDim>;
+    using ValuesOf = BoxedValues<kHeadDim>;
+    const Ring& ring;
+    const typename Ring::Place& own;   // this warp's, in shared memory
+    RowsBeside<kHeadDim>& beside;
+    const int num_known, num_slots;
+    Keys<HalfRows<kHeadDim>> keys;
+
+    // The split's first box.
+    __device__ typename Ring::Place first() const {
+        int2 v;
+        load_shared(v, shared_address(&own));
+        return {v.x, v.y};
+    }
+
+    __device__ typename Ring::Place first_value() const { return ring.step(first(), num_boxes()); }
+
+    // To the next split's.
+    __device__ void go_on(typename Ring::Place& place) const {
+        __syncwarp();
+        if (this_thread() % kWarp == 0) place = ring.step(first_value(), num_boxes());
+        __syncwarp();
+    }
+
+    __device__ int num_boxes() const { return (num_slots + kSubtile - 1) / kSubtile; }
+
+    // Into registers, while the row is on its way: a ring of few slots has room for values then. Rows past those that are
+    // known may be anything: nobody asks for their scores.
+    __device__ void load_keys() {
+        const FewThread me;
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t) {
+#pragma unroll
+            for (int run = 0; run < S::kKeyRuns; ++run) keys.of[t][run].clear();
+            const int box = me.tile_slot(t) / kSubtile;
+            if (box >= num_boxes()) continue;
+            const auto place = ring.step(first(), box);
+            if (me.tile_slot(t) < num_slots) {
+                const u32 at = ring.box(place) + Ring::eight(me.tile_slot(t) % kSubtile + me.quad(), me.in_quad());
+                ring.await(place);
+#pragma unroll
+                for (int run = 0; run < S::kKeyRuns; ++run) {
+                    constexpr int kRuns = Ring::kRowEights / 4;    // of a panel's row
+                    uint4 v;
+                    load_shared(v, (at ^ run % kRuns * 64) + run / kRuns * Ring::kPanelBytes);
+                    keys.of[t][run] = {{v.x, v.y, v.z, v.w}};
+                }
+            }
+            ring.give_back(place, 1);
+        }
+    }
+
+    __device__ void take_new(const HalfRow<kHeadDim>& key, int slot) {
+        const FewThread me;
+        if (me.has_key(slot)) keys.put(key, slot);
+    }
+
+    __device__ void keep_value(int d, float x) { beside.new_value.put(d, x); }
+    __device__ void load(ValuesOf& values, int) const {
+        const FewThread me;
+        const int first_slot = me.subtile() * kSubtile;
+        const int eight = me.value_warp() % Parts<kHeadDim>::kNum * ValuesOf::kHalves;
+        const auto place = ring.step(first_value(), me.subtile());
+        const u32 box = ring.box(place), new_value = shared_address(&beside.new_value) + eight * 16,
+                  zeros = shared_address(&beside.zeros) + eight * 16;
+        ring.await(place);
+        values.load([&](int slot) {
+            return first_slot + slot < num_known   ? box + Ring::eight(slot, eight)
+                   : first_slot + slot < num_slots ? new_value
+                                                   : zeros;
+        });
+        ring.give_back(place, kKeyTakers / Parts<kHeadDim>::kNum);
+    }
+};
