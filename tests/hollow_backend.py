@@ -24,7 +24,7 @@ from kestrel_cuda.backends.operands import (
 )
 from kestrel_cuda.backends.vision import BFLOAT16, Affine, After
 from kestrel_cuda.config import VisionConfig
-from kestrel_cuda.kernels import library
+from kestrel_cuda.kernels import launch
 from kestrel_cuda.model.patch_positions import frame_places
 from kestrel_cuda.quant.kv_rows import KV_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry, entry_views, slab_layout
@@ -96,7 +96,7 @@ def hollow_map(matrix: Any, box: tuple[int, int], *, swizzled: bool = False) -> 
     assert columns_bytes % 16 == box_bytes % 16 == 0
     assert max(box) <= 256
     assert not swizzled or box_bytes == 128
-    return np.zeros(1, library.COPY_MAP)
+    return np.zeros(1, launch.COPY_MAP)
 
 
 def weight(geometry: PackedGeometry) -> DeviceWeight:

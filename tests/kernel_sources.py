@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kestrel_cuda.kernels import library
+from kestrel_cuda.kernels import launch, library
 
 
 def expanded(name: str) -> str:
@@ -131,7 +131,7 @@ class FakeRawKernel:
         self.launches.append(launch)
 
 
-class FakeKernel(library.Kernel):
+class FakeKernel(launch.Kernel):
     """A kernel whose special launches are counted and otherwise like any other."""
 
     def __call__(
@@ -142,7 +142,7 @@ class FakeKernel(library.Kernel):
         super().__call__(*shape, **options)
 
 
-class FakeLibrary(dict[str, library.Kernel]):
+class FakeLibrary(dict[str, launch.Kernel]):
     """Kernels by name, as the sources declare them; a name that no source declares is a KeyError."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
 from kestrel_cuda.backends.operands import Activation, DeviceWeight, SequenceState, new_activation
 from kestrel_cuda.config import KvDtype
-from kestrel_cuda.kernels.library import driver_bindings_work
+from kestrel_cuda.kernels.launch import driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, PackedGeometry, round_up
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_cuda.errors import DeviceError
-from kestrel_cuda.kernels.library import COPY_MAP
+from kestrel_cuda.kernels.launch import COPY_MAP
 
 Box: TypeAlias = tuple[int, int]
 """Rows and columns of what is copied at a time."""

@@ -38,7 +38,7 @@ from kestrel_cuda.backends.token_cuts import (
     table_bytes,
     words_per_piece,
 )
-from kestrel_cuda.kernels.library import Kernel, driver_bindings_work
+from kestrel_cuda.kernels.launch import Kernel, driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, round_up
 

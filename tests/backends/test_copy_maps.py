@@ -11,7 +11,7 @@ import pytest
 from kestrel_cuda.backends import cuda_copy_maps
 from kestrel_cuda.backends.cuda_copy_maps import CopyMaps
 from kestrel_cuda.errors import DeviceError
-from kestrel_cuda.kernels.library import COPY_MAP
+from kestrel_cuda.kernels.launch import COPY_MAP
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed", exc_type=ImportError)
 

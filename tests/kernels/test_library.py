@@ -6,123 +6,12 @@ import re
 from collections import Counter
 from threading import Barrier, Event
 from threading import enumerate as threads
-from typing import Any
 
-import numpy as np
 import pytest
 
 from kestrel_cuda.errors import DeviceError, InternalError
-from kestrel_cuda.kernels import library
-from tests.kernel_sources import ALL_KERNELS, FakeRawKernel, expanded
-
-
-class TestArguments:
-    SIGNATURE = library.Signature(
-        "scale_rows",
-        (
-            library.Parameter("x_mk", "float", True),
-            library.Parameter("m", "int", False),
-            library.Parameter("words", "u32", True),
-            library.Parameter("halves", "u16", True),
-            library.Parameter("raw", "void", True),
-            library.Parameter("eps", "float", False),
-            library.Parameter("num_bytes", "i64", False),
-            library.Parameter("x_map", "CopyMap", False),
-        ),
-    )
-
-    def good(self) -> dict[str, Any]:
-        """In another order than the signature's."""
-        return {
-            "num_bytes": 1 << 40, "eps": 1e-6, "m": 3, "x_mk": np.zeros(4, np.float32), "raw": np.zeros(4, np.int64),
-            "words": np.zeros(4, np.uint32), "halves": np.zeros(4, np.uint16), "x_map": np.zeros(1, library.COPY_MAP),
-        }  # fmt: skip
-
-    def launch(self, arguments: dict[str, Any], **options: Any) -> FakeRawKernel:
-        raw = FakeRawKernel()
-        library.Kernel(self.SIGNATURE, raw, "stream")((1, 2), (32,), **options, **arguments)
-        return raw
-
-    def test_they_are_packed_in_the_signatures_order_and_width(self) -> None:
-        arguments = self.good()
-        ((grid, block, packed, shared_bytes, stream),) = self.launch(arguments).launches
-        assert (grid, block, shared_bytes, stream) == ((1, 2), (32,), 0, "stream")
-        assert packed[0] is arguments["x_mk"]
-        assert packed[2] is arguments["words"]
-        assert packed[7] is arguments["x_map"]
-        assert [type(packed[i]) for i in (1, 5, 6)] == [np.int32, np.float32, np.int64]
-        assert (packed[1], packed[5], packed[6]) == (3, np.float32(1e-6), 1 << 40)
-
-    @pytest.mark.parametrize("name", [parameter.name for parameter in SIGNATURE.parameters])
-    def test_a_missing_one_is_named(self, name: str) -> None:
-        arguments = self.good()
-        del arguments[name]
-        with pytest.raises(InternalError, match=f"scale_rows: no argument for {name}"):
-            self.launch(arguments)
-
-    def test_one_too_many_is_named(self) -> None:
-        with pytest.raises(InternalError, match="scale_rows takes no ldo"):
-            self.launch(self.good() | {"ldo": 4})
-
-    @pytest.mark.parametrize(
-        ("name", "dtype"),
-        [("x_mk", np.float64), ("x_mk", np.float16), ("x_mk", np.int32), ("words", np.int32), ("words", np.uint8),
-         ("words", np.float32), ("halves", np.int16), ("halves", np.float32), ("halves", np.int8)],
-    )  # fmt: skip
-    def test_an_array_of_another_type_is_refused(self, name: str, dtype: type[np.generic]) -> None:
-        with pytest.raises(InternalError, match=f"scale_rows: {name} takes an array of"):
-            self.launch(self.good() | {name: np.zeros(4, dtype)})
-
-    @pytest.mark.parametrize(("name", "dtype"), [("words", np.int8), ("halves", np.float16)])
-    def test_arrays_of_the_same_bits_are_taken(self, name: str, dtype: type[np.generic]) -> None:
-        assert self.launch(self.good() | {name: np.zeros(4, dtype)}).launches
-
-    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float16, np.float32])
-    def test_void_takes_any_array(self, dtype: type[np.generic]) -> None:
-        assert self.launch(self.good() | {"raw": np.zeros(4, dtype)}).launches
-
-    @pytest.mark.parametrize("name", ["x_mk", "words", "raw"])
-    @pytest.mark.parametrize("value", [None, 0, 1.0, [1, 2], np.float32(1), np.uint32(1)])
-    def test_what_is_not_an_array_is_refused(self, name: str, value: object) -> None:
-        with pytest.raises(InternalError, match=f"scale_rows: {name} takes an array"):
-            self.launch(self.good() | {name: value})
-
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("m", 1.5), ("m", "3"), ("m", None), ("m", np.zeros(2, np.int32)), ("m", 1 << 31), ("num_bytes", 1.0),
-         ("num_bytes", 1 << 63), ("eps", None), ("eps", np.zeros(1, np.float32)), ("eps", "1")],
-    )  # fmt: skip
-    def test_what_is_not_such_a_number_is_refused(self, name: str, value: object) -> None:
-        with pytest.raises(InternalError, match=f"scale_rows: {name} takes"):
-            self.launch(self.good() | {name: value})
-
-    @pytest.mark.parametrize(("name", "value"), [("m", np.int64(5)), ("eps", 1), ("eps", np.float64(0.5)), ("m", True)])
-    def test_numpys_numbers_are_numbers(self, name: str, value: object) -> None:
-        assert self.launch(self.good() | {name: value}).launches
-
-    @pytest.mark.parametrize(
-        "value",
-        [None, 0, 1 << 40, b"\0" * 128, np.zeros(2, library.COPY_MAP), np.zeros(0, library.COPY_MAP),
-         np.zeros(16, np.uint64), np.zeros(128, np.uint8), np.zeros(1, np.uint64), np.zeros(1, "V128")],
-    )  # fmt: skip
-    def test_what_is_not_one_copy_map_is_refused(self, value: object) -> None:
-        with pytest.raises(InternalError, match="scale_rows: x_map takes one CopyMap, not"):
-            self.launch(self.good() | {"x_map": value})
-
-    @pytest.mark.parametrize("option", ["dependent", "all_at_once"])
-    def test_a_special_launch_takes_no_copy_map(self, option: str) -> None:
-        with pytest.raises(InternalError, match="scale_rows takes copy maps, which"):
-            self.launch(self.good(), **{option: True})
-
-    def test_shared_memory_over_48_kib_is_asked_for_and_never_less_again(self) -> None:
-        raw = FakeRawKernel()
-        kernel = library.Kernel(self.SIGNATURE, raw, None)
-        asked = []
-        for shared_bytes in (48 << 10, 60 << 10, 50 << 10, 80 << 10):
-            kernel((1,), (32,), shared_bytes=shared_bytes, **self.good())
-            asked.append(raw.max_dynamic_shared_size_bytes >> 10)
-        assert asked == [0, 60, 60, 80]
-        assert [launch[3] >> 10 for launch in raw.launches] == [48, 60, 50, 80]
+from kestrel_cuda.kernels import launch, library
+from tests.kernel_sources import ALL_KERNELS, expanded
 
 
 class TestParsing:
@@ -145,7 +34,7 @@ class TestParsing:
     def test_copy_maps_are_read(self) -> None:
         parameters = library.signatures("gemm_warpgroup")["linear_warpgroups_int8"].parameters
         assert [p for p in parameters if p.is_read_in_place] == [
-            library.Parameter(name, "CopyMap", False) for name in ("x_map", "codes_map", "scales_map")
+            launch.Parameter(name, "CopyMap", False) for name in ("x_map", "codes_map", "scales_map")
         ]
 
     def test_a_copy_map_is_what_the_kernels_declare(self) -> None:
@@ -153,7 +42,7 @@ class TestParsing:
             r"struct CopyMap \{\n    alignas\(64\) u64 words\[(\d+)\];", library.source("gemm_warpgroup")
         )
         assert declared
-        assert library.COPY_MAP.itemsize == 8 * int(declared[1]) == 128
+        assert launch.COPY_MAP.itemsize == 8 * int(declared[1]) == 128
 
     @pytest.mark.parametrize(
         "parameter",

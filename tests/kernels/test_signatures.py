@@ -344,8 +344,9 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert asked[f"attend_patches_warpgroups_{d}"] == {-(-whole // 1024) * 1024}
 
     for d, (group, _) in product(cuda_token.HEAD_DIMS, GROUPS):
-        assert token_cuts.few_queries_bytes(d) == few_queries_bytes("token_int8_boxed", "f16", d)
+        token = "token_int8_boxed"
+        assert token_cuts.few_queries_bytes(d) == few_queries_bytes(token, "f16", d)
         parts_bytes = 4 * c["kSubtiles"] * group * d
-        assert token_cuts.few_weights_bytes(d, group) == few_weights_bytes("token_int8_boxed") + parts_bytes
-        merge_bytes = struct_bytes("token_int8_boxed", "MergeRoom", d) + 16 * constants("token_int8_boxed")["kMergedSplits"]
-        assert merge_bytes <= few_weights_bytes("token_int8_boxed"), "splits are merged where weights were"
+        assert token_cuts.few_weights_bytes(d, group) == few_weights_bytes(token) + parts_bytes
+        merge_bytes = struct_bytes(token, "MergeRoom", d) + 16 * constants(token)["kMergedSplits"]
+        assert merge_bytes <= few_weights_bytes(token), "splits are merged where weights were"
