@@ -29,7 +29,7 @@ FLOAT_TILE_ROWS = 32
 HALF_TILE_ROWS, HALF_TILE_THREADS, HALF_TILE_STAGES = 64, 128, 3
 
 WARPGROUP_HEAD_DIMS = (64, 128)
-WARPGROUP_TILE_ROWS, WARPGROUP_TILE_THREADS = 128, 384
+WARPGROUP_TILE_ROWS, WARPGROUP_TILE_THREADS, WARPGROUP = 128, 384, 128
 PIECE_CODES, TILES_AHEAD = 16, 2
 QUANTIZED_INPUTS = 2048
 """Of a block that quantizes rows."""
@@ -59,7 +59,7 @@ def warpgroup_tile_bytes(head_dim: int) -> int:
     sums of two warpgroups, barriers."""
     halves = WARPGROUP_TILE_ROWS * head_dim + 2 * SPLIT_SLOTS * head_dim
     num_barriers = 2 * (2 + SPLIT_SLOTS // SUBTILE_SLOTS)
-    floats = WARPGROUP_TILE_ROWS * head_dim + 2 * (WARPGROUP_TILE_THREADS - 128)
+    floats = WARPGROUP_TILE_ROWS * head_dim + 2 * (WARPGROUP_TILE_THREADS - WARPGROUP)
     return 2 * halves + 4 * floats + 8 * num_barriers
 
 

@@ -49,6 +49,7 @@ class TestSizes:
             ("cuda_attention.HALF_TILE_THREADS", "attention_many", "kTileThreads"),
             ("cuda_attention.HALF_TILE_STAGES", "attention_many", "kStages"),
             ("cuda_attention.WARPGROUP_TILE_ROWS", "attention_many_warpgroup", "kTileRows"),
+            ("cuda_attention.WARPGROUP", "attention_many_warpgroup", "kWarpgroup"),
             ("cuda_attention.WARPGROUP_TILE_THREADS", "attention_many_warpgroup", "kTileThreads"),
             ("cuda_attention.TILES_AHEAD", "attention_many_q8", "kAhead"),
             ("cuda_attention.PIECE_CODES", "attention_many_q8", "kPieceCodes"),
