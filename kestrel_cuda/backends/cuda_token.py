@@ -22,6 +22,7 @@ from kestrel_cuda.backends.cuda_device import TABLE_KINDS, CudaDevice
 from kestrel_cuda.backends.operands import Decoder, DecoderLayer, DeviceWeight, SequenceState
 from kestrel_cuda.backends.token_cuts import (
     COLUMNS,
+    PANEL_CHANNELS,
     PIECE_GROUPS,
     SPLIT_SLOTS,
     SUBTILE_SLOTS,
@@ -30,11 +31,11 @@ from kestrel_cuda.backends.token_cuts import (
     copy_order,
     cut_token,
     is_served,
-    kv_ring_bytes,
+    kv_slot_bytes,
     least_work_bytes,
     most_on_their_way,
-    ring_bytes,
     ring_slots,
+    slot_bytes,
     table_bytes,
     words_per_piece,
 )
@@ -42,7 +43,7 @@ from kestrel_cuda.kernels.launch import Kernel, driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
 from kestrel_cuda.quant.packed import Element, round_up
 
-# Sizes shared with kernels/token.cuh, beside those of token_cuts.py.
+# Sizes shared with kernels/token*.cuh, beside those of token_cuts.py.
 COPY_THREADS = 128
 COUNTER_WORDS = 2 * 32
 COPY_CAPABILITY = 90
@@ -51,7 +52,6 @@ COPY_CAPABILITY = 90
 HEAD_DIMS = (32, 64, 128)
 BOXED_HEAD_DIM = 128
 """Of the heads whose keys and values are copied ahead; smaller ones have one form of the kernel for every context."""
-PANEL_CHANNELS = 64
 SHARED_ALIGNMENT = 1024
 
 
@@ -99,10 +99,9 @@ def kv_maps(layers: Sequence[DecoderLayer]) -> NDArray[np.uint64]:
 def kv_map(rows_hsd: Any) -> list[int]:
     """The driver's description of a layer's keys or values. Raises DeviceError when the driver refuses."""
     num_heads, ctx, head_dim = rows_hsd.shape
-    row_bytes, panel = head_dim * 2, min(head_dim, PANEL_CHANNELS)
+    row_bytes = head_dim * 2
     lengths, strides = (head_dim, ctx, num_heads), (row_bytes, ctx * row_bytes)
-    is_whole = panel == PANEL_CHANNELS
-    return describe(rows_hsd.data.ptr, 2, lengths, strides, (panel, SUBTILE_SLOTS, 1), swizzled=is_whole)
+    return describe(rows_hsd.data.ptr, 2, lengths, strides, (PANEL_CHANNELS, SUBTILE_SLOTS, 1), swizzled=True)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Form:
 class CudaWholeToken:
     """One launch over a decoder's weights, with the tables and the words that its blocks share.
 
-    A cache of one split has a form of its own, which merges nothing.
+    A context of one split has a form of its own, which merges nothing, where heads have 128 channels.
     """
 
     def __init__(self, steps: TokenSteps, decoder: Decoder, of_one_split: Form, of_many: Form) -> None:
@@ -128,7 +127,9 @@ class CudaWholeToken:
         attended, num_splits = heads.num_heads * heads.head_dim, -(-first.kv.k_hsd.shape[1] // SPLIT_SLOTS)
         matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         maps = copy_maps([*matrices, decoder.lm_head], cuts[:4] * len(layers) + cuts[4:])
-        maps = np.concatenate([maps, kv_maps(layers)])
+        # Of no use, and none, where nothing copies by them.
+        kv = kv_maps(layers) if of_many.num_kv_slots else np.zeros((len(layers), 2, 16), np.uint64)
+        maps = np.concatenate([maps, kv])
         order = copy_order(cuts, num_blocks)
         table = decoder.h_mk if decoder.embedding is None else decoder.embedding
         self._steps, self._cuts = steps, list[Any]()
@@ -162,7 +163,8 @@ class CudaWholeToken:
             "scale": log2_scale(heads.head_dim),
             "eps": heads.norm_eps,
         }
-        self._of_one_split, self._of_many = (self._launch_of(form, decoder) for form in (of_one_split, of_many))
+        self._of_one_split = self._launch_of(of_one_split, decoder)
+        self._of_many = self._of_one_split if of_many is of_one_split else self._launch_of(of_many, decoder)
 
     def __call__(self, state: SequenceState, num_slots: int) -> None:
         launch = self._of_one_split if num_slots <= SPLIT_SLOTS else self._of_many
@@ -181,7 +183,7 @@ class CudaWholeToken:
         steps, heads, element = self._steps, decoder.heads, decoder.lm_head.geometry.element
         room_bytes = dynamic_bytes(steps, form.kernel)
         fixed_bytes = table_bytes(form.cuts, len(decoder.layers), steps.num_multiprocessors, heads.head_dim)
-        fixed_bytes += form.num_slots * ring_bytes(element) + form.num_kv_slots * kv_ring_bytes(heads.head_dim)
+        fixed_bytes += form.num_slots * slot_bytes(element) + form.num_kv_slots * kv_slot_bytes(heads.head_dim)
         cuts = [cut.fit((room_bytes - fixed_bytes) // 16 * 16) for cut in form.cuts]
         self._cuts.append(steps.to_device(np.array([astuple(cut) for cut in cuts], np.int32)))
         return partial(
@@ -190,7 +192,7 @@ class CudaWholeToken:
             num_slots=form.num_slots,
             num_kv_slots=form.num_kv_slots,
             most_on_their_way=most_on_their_way(cuts, form.num_slots, steps.num_multiprocessors),
-            shared_bytes=room_bytes,
+            shared_bytes=int(steps.most_shared_bytes) - form.kernel.static_shared_bytes,
         )
 
 
@@ -229,7 +231,7 @@ class TokenSteps(AttentionSteps):
 
 
 def dynamic_bytes(device: CudaDevice, kernel: Kernel) -> int:
-    """All the dynamic shared memory that a block of the kernel can have on this card; it begins aligned."""
+    """The dynamic shared memory that a block of the kernel can use on this card: it begins aligned."""
     return int(device.most_shared_bytes) - round_up(kernel.static_shared_bytes, SHARED_ALIGNMENT)
 
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from kestrel_cuda.backends.operands import Decoder, DeviceWeight
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
-from kestrel_cuda.quant.packed import Element
+from kestrel_cuda.quant.packed import Element, round_up
 
-# Sizes shared with kernels/token.cuh; tests/kernels/test_signatures.py reads them out of the sources.
+# Sizes shared with kernels/token*.cuh; tests/kernels/test_signatures.py reads them out of the sources.
 THREADS, WARPS = 512, 16
 COLUMNS = 16
 PIECE_INPUTS = 128
@@ -34,6 +34,7 @@ MOST_SETS_AT_ONCE = 4
 MMA_ROWS, SUBTILES = 16, 4
 SPLIT_SLOTS = 256
 SUBTILE_SLOTS = SPLIT_SLOTS // SUBTILES
+PANEL_CHANNELS = 64
 
 
 @dataclass(frozen=True)
@@ -216,14 +217,9 @@ def most_on_their_way(cuts: Sequence[Cut], num_slots: int, num_blocks: int) -> i
     return min(MOST_ON_THEIR_WAY, num_slots - max(cut.most_ahead(num_blocks) for cut in cuts))
 
 
-def ring_bytes(element: Element) -> int:
-    """Shared memory of a slot of the ring of weights, with its two barriers."""
-    return slot_bytes(element) + 2 * 8
-
-
-def kv_ring_bytes(head_dim: int) -> int:
-    """Shared memory of a slot of the ring of keys and values, with its two barriers."""
-    return SUBTILE_SLOTS * head_dim * 2 + 2 * 8
+def kv_slot_bytes(head_dim: int) -> int:
+    """One box of keys or values: whole panels of a subtile's slots."""
+    return SUBTILE_SLOTS * round_up(head_dim, PANEL_CHANNELS) * 2
 
 
 def ring_slots(
@@ -234,13 +230,13 @@ def ring_slots(
     What a ring holds is what it can run ahead. Keys and values take what weights leave that have enough. None where
     the room does not do.
     """
-    own, kv = ring_bytes(element), kv_ring_bytes(head_dim)
+    own, kv = slot_bytes(element), kv_slot_bytes(head_dim)
     enough = ENOUGH_ON_THEIR_WAY + max(cut.most_ahead(num_blocks) for cut in cuts)
     num_kv = min(MOST_KV_SLOTS, (room_bytes - enough * own) // kv) if is_boxed else 0
+    if is_boxed and num_kv < LEAST_KV_SLOTS:
+        return None
     num_slots = min(MOST_SLOTS, (room_bytes - num_kv * kv) // own)
-    if is_boxed:
-        return (num_slots, num_kv) if num_kv >= LEAST_KV_SLOTS else None
-    return (num_slots, 0) if most_on_their_way(cuts, num_slots, num_blocks) >= LEAST_ON_THEIR_WAY else None
+    return (num_slots, num_kv) if most_on_their_way(cuts, num_slots, num_blocks) >= LEAST_ON_THEIR_WAY else None
 
 
 def is_served(decoder: Decoder) -> bool:

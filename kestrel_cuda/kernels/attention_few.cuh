@@ -1,5 +1,5 @@
 // Causal grouped-query attention over float16 or int8 entries for few queries, a split at a time: what attention_few*.cu
-// and token.cu share. attention_half.cuh has the sums and why a query's result does not depend on which kernel made it.
+// and token*.cu share. attention_half.cuh has the sums and why a query's result does not depend on which kernel made it.
 
 // RMSNorm and rotation of one head by one warp, as rope.cu. The weight and the angles do not depend on the row, so they
 // are fetched before it is there. `put(d, y)` gets each channel.
@@ -99,8 +99,8 @@ __device__ inline float largest_of(const float (&maxima)[kFewWarps + 4]) {
 }
 
 // One split for up to 16 query rows in shared memory: `out` [subtile][row][d] gets the weighted values of each subtile
-// that has slots, shared.sums the sums of weights, row_max the maximum of each row. Values are loaded where keys were, when
-// there are scores. Every thread of the block takes part.
+// that has slots, shared.sums the sums of weights, row_max the maximum of each row. Values are loaded when there are
+// scores, where keys were in registers. Every thread of the block takes part.
 template <int kHeadDim, typename Split>
 __device__ inline void split_of_few_rows(FewWeights& shared, const u32* queries, const Split& split, int num_rows,
                                          int num_slots, float scale, float* out) {
@@ -301,8 +301,8 @@ struct PlainSplits {
 
 // One split of one kv head for one query: q/k norm and rotation, the write to the cache, attention, and, where there is one
 // split or `splits` has them merged here by one of their blocks, the activation codes. `held` are the split's keys and
-// values; `wait` is called before the row is read. `parts`: 4 * queries_per_kv * d floats of shared memory. `queries` are
-// written before any barrier, the rest behind one.
+// values; `wait` is called before the row is read. `parts`: 4 * queries_per_kv * d floats of shared memory. `queries` and
+// what `held` keeps are written before any barrier, the rest behind one.
 template <int kHeadDim, typename NewRow, typename Split, typename Cache, typename Row, typename Splits, typename Codes,
           typename Wait>
 __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries, FewWeights& shared, float* parts,
@@ -332,7 +332,7 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
                     : role == kNewValue ? a.v_column + kv_head * kHeadDim
                                         : (kv_head * a.queries_per_kv + query) * kHeadDim, kHeadDim);
         if (role == kNewValue) {
-            // Values are loaded when this is there.
+            // Values are loaded when this is there, or it is kept beside them.
 #pragma unroll
             for (int i = 0; i < Rotation<kHeadDim>::kChannels; ++i) {
                 const int d = me.lane() + i * kWarp;

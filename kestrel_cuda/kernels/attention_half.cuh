@@ -12,7 +12,8 @@
 //
 // Which channel or slot stands where in an mma is free as long as both operands agree: lane j (of 4) takes channels
 // 8j .. 8j + 7 of a run of 32, so a key is read 16 bytes at a time. Columns of value tiles do not meet, so that which
-// channels they stand for is up to a kernel: in attention_few.cuh column c takes HeadDim / 16 neighbouring ones.
+// channels they stand for is up to a kernel: in attention_held.cuh column c takes a few neighbouring
+// ones, in token_boxes.cuh a tile is eight neighbouring ones.
 
 
 constexpr int kMmaRows = 16;

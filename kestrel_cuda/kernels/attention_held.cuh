@@ -36,8 +36,8 @@ struct Parts {
     static constexpr int kHalves = kChannels / 8;      // channels a lane reads of a value
 };
 
-// The keys of a warp's slots. Those from num_known on read as zero: nobody asks for their scores, but registers that are not
-// always written would be held from one split to the next.
+// The keys of a warp's slots. Those from num_known on are loaded as zero: nobody asks for their scores, but registers that are
+// not always written would be held from one split to the next.
 template <typename Rows>
 struct Keys;
 

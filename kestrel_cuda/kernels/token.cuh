@@ -1,8 +1,8 @@
 // One row through every layer and lm_head in one launch (decode with everything resident).
 //
 // A block a multiprocessor stays for the whole token. One thread of it has the weights it will use copied, in the order it
-// will use them, into a ring in shared memory by the bulk copy engine; another does so with the keys and values of the
-// splits it will attend to. The rings run ahead over the waits between stages, so the memory does not rest while blocks wait
+// will use them, into a ring in shared memory by the bulk copy engine; in the boxed form another does so with the keys and
+// values of the splits it will attend to. The rings run ahead over the waits between stages, so the memory does not rest while blocks wait
 // for one another, and by few boxes at a time, so that their words do not wait long behind them.
 //
 // What one stage hands to the next goes through device memory as flagged words: 32 bits of data beside the number of
@@ -33,7 +33,7 @@ __device__ inline void decode_token(const Token& given) {
     auto ring = [&] { return ring_of(token); };
     __shared__ u64 kv_barriers[2 * kMostKvSlots];
     __shared__ RowsBeside<kHeadDim> beside;
-    __shared__ u32 first_box;
+    __shared__ u32 first_box, first_epoch;
     auto boxes_of = [&](const Token& token) {
         return KvRing<kHeadDim>{first_box, shared_address(kv_barriers), token.num_kv_slots};
     };
@@ -45,13 +45,15 @@ __device__ inline void decode_token(const Token& given) {
     if (threadIdx.x == 0) {
         token = given, is_summing = 0;
         first_box = shared_address(bytes) + given.num_slots * Ring<Weights>::kSlotBytes;
+        // Before anyone else of this block goes on: once the last block has left it is another.
+        first_epoch = load_acquire(given.counters + kEpoch * kCounterStride);
     }
     __syncthreads();
     if (threadIdx.x >= kThreads) {
         give_registers_back<32>();
         // Before the first token, whichever form takes it; there is a block on every multiprocessor.
         auto see_new_maps = [&](int first, int end) {
-            if (load_acquire(token.counters + kEpoch * kCounterStride) == 0)
+            if (first_epoch == 0)
                 for (; first < end; ++first) see_new_map(token.copy_maps + first * 128);
         };
         if (threadIdx.x == kThreads) {
@@ -69,7 +71,6 @@ __device__ inline void decode_token(const Token& given) {
     }
     take_registers<112>();
     __shared__ Room room;
-    __shared__ u32 first_epoch;
     __shared__ LayersAttention attention;
     // What a warp knows from stage to stage.
     __shared__ typename Ring<Weights>::Place places[kWarps];
@@ -85,7 +86,6 @@ __device__ inline void decode_token(const Token& given) {
         room.own_h = room.pointers + token.num_layers * kLayerPointers * 8;
         room.queries = (room.own_h + own_rounds * kWarp * 4 + 15) / 16 * 16;
         room.work = room.queries + sizeof(FewQueries<kHeadDim, HalfRow<kHeadDim>>);
-        first_epoch = load_acquire(counter(kEpoch));
         for (RowAttention<HalfCache>& a : attention.of) a = token.attention;
     }
     if (lane == 0) places[warp] = {}, kv_places[warp] = {}, stages[warp] = 0;

@@ -79,7 +79,7 @@ __device__ inline void attend(const Token& token, const RowAttention<HalfCache>&
     }
 }
 
-// What this block merges of all splits, where there is more than one. The first blocks have fewer of them.
+// What this block merges of all splits, where there is more than one. The first blocks attend to fewer of them.
 template <int kHeadDim>
 __device__ inline void merge_splits(const Token& token, const Room& room, u32 epoch) {
     extern __shared__ __align__(kCopyAlignment) unsigned char bytes[];

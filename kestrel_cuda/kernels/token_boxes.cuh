@@ -1,8 +1,9 @@
 // A split's keys and values in shared memory: one thread has them copied ahead of their use, attention takes them there.
 // Knows no stage.
 
-constexpr int kMostKvOnTheirWay = 2;   // boxes of a block, as with weights
+constexpr int kMostKvOnTheirWay = 2;   // boxes of a block, as of weights while words are waited for
 constexpr int kMostKvSlots = 2 * kSubtiles;
+constexpr int kPanelChannels = 64;     // a row of 128 bytes
 constexpr int kKeyTakers = kSubtile / 8;    // warps that take a box of keys
 
 // A new row's value, as the cache will hold it, and a row of zeros for slots past it.
@@ -12,12 +13,12 @@ struct __align__(128) RowsBeside {
 };
 
 // Boxes of 64 slots of a kv head, keys of a split and then its values, as the copy engine lays them down: panels of 64
-// channels in rows of 128 bytes, swizzled. `slots` begins at a multiple of 1024. There
-// are no fewer than a split has subtiles, and the warps meet between its keys and its values: so nobody waits for a box whose
-// slot still waits for the one before, or is done with one whose slot others have not left yet.
+// channels in rows of 128 bytes, swizzled. `slots` begins at a multiple of 1024. There are no fewer
+// than a split has subtiles, and the warps meet between its keys and its values: so nobody waits for a box whose slot still
+// waits for the one before, or is done with one whose slot others have not left yet.
 template <int kHeadDim>
 struct KvRing {
-    static constexpr int kPanelChannels = 64, kPanels = (kHeadDim + kPanelChannels - 1) / kPanelChannels;
+    static constexpr int kPanels = (kHeadDim + kPanelChannels - 1) / kPanelChannels;
     static constexpr int kPanelBytes = kSubtile * kSwizzledRow, kBoxBytes = kPanels * kPanelBytes;
     static constexpr int kRowEights = kSwizzledRow / 16;
 
@@ -150,7 +151,7 @@ struct BoxedValues {
 // the scores.
 template <int kHeadDim>
 struct BoxedSplit {
-    static_assert(kHeadDim % KvRing<kHeadDim>::kPanelChannels == 0, "whole panels");
+    static_assert(kHeadDim % kPanelChannels == 0, "whole panels");
     using S = Shape<kHeadDim>;
     using Ring = KvRing<kHeadDim>;
     using ValuesOf = BoxedValues<kHeadDim>;

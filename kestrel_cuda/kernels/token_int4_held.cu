@@ -1,4 +1,4 @@
-// One row through every layer and lm_head in one launch, for 4-bit weights, heads of 128 channels and a cache of any number
+// One row through every layer and lm_head in one launch, for 4-bit weights, heads of 128 channels and a context of any number
 // of splits, read into registers where shared memory has no room for it; token.cuh says how.
 
 #include "common.cuh"

@@ -1,4 +1,4 @@
-// One row through every layer and lm_head in one launch, for 4-bit weights, heads of 128 channels and a cache of one split;
+// One row through every layer and lm_head in one launch, for 4-bit weights, heads of 128 channels and a context of one split;
 // token.cuh says how.
 
 #include "common.cuh"

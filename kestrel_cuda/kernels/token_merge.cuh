@@ -1,4 +1,4 @@
-// What the splits of a head hand on, as flagged words, merged by blocks that have little else to do: a group of 32 channels
+// What the splits of a head hand on, as flagged words, merged by all blocks in turn: a group of 32 channels
 // at a time, many splits fetched at once. RunningMerge's sums to the bit.
 
 constexpr int kOwnSplits = 4;                          // of a warp at a time

@@ -4,8 +4,8 @@
 enum Counter { kLeft, kEpoch, kNumCounters };
 constexpr int kCounterStride = 32;     // words between counters: one to a cache line
 
-// What a kernel attends to: a cache of one split, or of any number of them, which are merged behind it; read into registers
-// while the row is on its way, or copied into shared memory a layer ahead, which a short context does not gain by.
+// What a kernel attends to: a context of one split, or of any number of them, which are merged behind it; read into registers
+// while the row is on its way, or copied into shared memory ahead, which a short context does not gain by.
 enum class Context { kOneSplit, kHeld, kBoxed };
 
 // A layer's stages: its linears, attention behind the first and, in a stage of its own so that neither holds registers for

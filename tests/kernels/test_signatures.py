@@ -91,6 +91,7 @@ class TestSizes:
             ("token_cuts.SUBTILES", "token_int8_boxed", "kSubtiles"),
             ("token_cuts.SPLIT_SLOTS", "token_int8_boxed", "kSplit"),
             ("token_cuts.SUBTILE_SLOTS", "token_int8_boxed", "kSubtile"),
+            ("token_cuts.PANEL_CHANNELS", "token_int8_boxed", "kPanelChannels"),
             ("token_cuts.MOST_SLOTS", "token_int8_boxed", "kMostSlots"),
             ("token_cuts.MOST_KV_SLOTS", "token_int8_boxed", "kMostKvSlots"),
             ("token_cuts.LEAST_KV_SLOTS", "token_int8_boxed", "kSubtiles"),

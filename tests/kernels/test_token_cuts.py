@@ -64,7 +64,7 @@ def test_every_column_and_piece_is_in_one_item(cuts: list[Cut]) -> None:
 def num_slots(cuts: list[Cut], element: Element) -> int:
     fixed = table_bytes(cuts, LAYERS, MULTIPROCESSORS, HEAD_DIM)
     fixed += least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
-    return (BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // (slot_bytes(element) + 2 * 8)
+    return (BLOCK_SHARED_BYTES - STATIC_BYTES - fixed) // slot_bytes(element)
 
 
 def walks(cut: Cut, block: int) -> list[tuple[int, int, int]]:
