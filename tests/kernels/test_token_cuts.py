@@ -10,17 +10,23 @@ from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.backends.token_cuts import (
     BOX_ITEMS,
     COLUMNS,
+    ENOUGH_ON_THEIR_WAY,
     ITEM_BIT,
     KIND_BIT,
+    LEAST_KV_SLOTS,
+    MOST_KV_SLOTS,
     MOST_ON_THEIR_WAY,
     MOST_SETS_AT_ONCE,
+    MOST_SLOTS,
     WARPS,
     Cut,
     copy_order,
     cut_gate_up,
     cut_token,
+    kv_slot_bytes,
     least_work_bytes,
     most_on_their_way,
+    ring_slots,
     slot_bytes,
     table_bytes,
 )
@@ -84,6 +90,24 @@ def test_enough_boxes_are_on_their_way(cuts: list[Cut], element: Element) -> Non
     for fewer in range(slots):
         on_their_way = most_on_their_way(cuts, fewer, MULTIPROCESSORS)
         assert on_their_way <= fewer - max(cut.most_ahead(MULTIPROCESSORS) for cut in cuts)
+
+
+def test_keys_and_values_are_copied_where_weights_leave_room(cuts: list[Cut], element: Element, name: str) -> None:
+    """Of real checkpoints: 2B, and what has four bits of 4B and 8B. The ring of weights alone always fits."""
+    fixed = table_bytes(cuts, LAYERS, MULTIPROCESSORS, HEAD_DIM) + least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
+    room_bytes = BLOCK_SHARED_BYTES - STATIC_BYTES - fixed
+    held, boxed = (
+        ring_slots(room_bytes, cuts, element, HEAD_DIM, MULTIPROCESSORS, is_boxed=is_boxed)
+        for is_boxed in (False, True)
+    )
+    assert held == (min(MOST_SLOTS, num_slots(cuts, element)), 0)
+    assert (boxed is None) == (name in ("4b", "8b") and element is Element.INT8)
+    if boxed is not None:
+        slots, kv_slots = boxed
+        assert LEAST_KV_SLOTS <= kv_slots <= MOST_KV_SLOTS
+        assert most_on_their_way(cuts, slots, MULTIPROCESSORS) >= ENOUGH_ON_THEIR_WAY
+        assert slots * slot_bytes(element) + kv_slots * kv_slot_bytes(HEAD_DIM) <= room_bytes
+    assert ring_slots(3 * slot_bytes(element), cuts, element, HEAD_DIM, MULTIPROCESSORS, is_boxed=False) is None
 
 
 def test_no_warp_passes_over_more_boxes_than_is_reckoned_with(cuts: list[Cut]) -> None:
