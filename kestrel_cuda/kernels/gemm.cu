@@ -108,7 +108,8 @@ __device__ inline int thread_anew() {
 }
 
 // What a thread copies of each piece: from where, relative to the piece's first input, and to where in the first stage.
-// Rows and columns past the last are copies of the last, and summed up for nothing.
+// Columns past the last are copies of the last, rows past it whatever lay there, and summed up for nothing: one row copied
+// for all of them would keep its place in the second-level cache busier than all weights do the rest.
 template <typename Tile>
 struct Copies {
     using Stage = typename Tile::Stage;
@@ -123,7 +124,7 @@ struct Copies {
     const float* x_scales;
     const u32* codes_kn;
     const u16* scales_gn;
-    int n_padded, log2_groups_per_scale;
+    int n_padded, log2_groups_per_scale, num_rows;
     // 32 bits hold every offset: a matrix of 2^32 words would be 16 GiB.
     u32 row_from[kRows], row_scale_from[kRows], scale_from;
     u32 *x_codes_to, *codes_to, *scale_pair_to;
@@ -132,9 +133,10 @@ struct Copies {
     __device__ void start(Stage& stage, int m, int num_groups) {
         const int thread = threadIdx.x, first_row = blockIdx.y * Tile::kTileM, first_column = blockIdx.x * Tile::kTileN;
         const int row = Tile::copied_row(thread / kGroupsPerPiece), group = thread % kGroupsPerPiece;
+        num_rows = (m - first_row - row + kRowStep - 1) / kRowStep;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const u32 from = (u32)min(first_row + row + i * kRowStep, m - 1) * num_groups;
+            const u32 from = (u32)(first_row + row + i * kRowStep) * num_groups;
             row_from[i] = from * (kGroup / 4) + group * 4;
             row_scale_from[i] = from + group;
         }
@@ -158,6 +160,7 @@ struct Copies {
         float* const x_scales_to = ahead(x_scale_to, stage_bytes);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
+            if (i >= num_rows) break;
             // A thread has every fourth 16 bytes of a row: neighbours share a sector.
 #pragma unroll
             for (int half = 0; half < 2; ++half)
