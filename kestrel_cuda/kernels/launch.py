@@ -85,8 +85,7 @@ def driver_bindings_work() -> bool:
 
 
 class DriverLaunch:
-    """Hands a kernel's arguments to the driver from memory that is laid out once: less than half of what CuPy's launch
-    costs, and a prompt's pass has 250 of them."""
+    """Hands a kernel's arguments to the driver from memory that is laid out once: a prompt's pass has 250 launches."""
 
     def __init__(self, signature: Signature, function: int, launch_kernel: Callable[..., None]) -> None:
         self._function, self._launch_kernel = function, launch_kernel
@@ -215,7 +214,7 @@ class Kernel:
 
 
 def _check(kernel: str, parameter: Parameter, value: Any) -> None:
-    """Whether the parameter takes it. Raises InternalError with what was found and what is wanted."""
+    """Raises InternalError, with what was found and what is wanted, where the parameter does not take the value."""
     if parameter.is_read_in_place:
         _check_in_place(kernel, parameter, value)
         return

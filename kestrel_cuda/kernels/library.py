@@ -61,9 +61,19 @@ def kernel_files() -> list[str]:
     return sorted(entry.name[:-3] for entry in files(__package__).iterdir() if entry.name.endswith(".cu"))
 
 
+def file_of(part: str) -> str:
+    """The file of a part, "FILE:WANTED" or "FILE" alone."""
+    return part.partition(":")[0]
+
+
 @cache
-def source(name: str) -> str:
-    """A .cu file with every .cuh it includes put in its place, so that the text alone decides what is compiled."""
+def source(part: str) -> str:
+    """A .cu file with every .cuh it includes put in its place, so that the text alone decides what is compiled.
+
+    A part "FILE:WANTED" leaves out the kernels that the file stamps out by macro for something else: those with no
+    argument that is `WANTED` or ends in it behind an underscore.
+    """
+    name, _, wanted = part.partition(":")
     folder = files(__package__)
     text = (folder / f"{name}.cu").read_text(encoding="utf-8")
 
@@ -72,7 +82,17 @@ def source(name: str) -> str:
         included = (folder / include[1]).read_text(encoding="utf-8")
         return f'#line 1 "{include[1]}"\n{included}\n#line {next_line} "{name}.cu"\n'
 
-    return _INCLUDE.sub(put_in, text)
+    def is_wanted(stamp: re.Match[str]) -> bool:
+        arguments = [argument.strip() for argument in stamp[1].split(",")]
+        return any(argument == wanted or argument.endswith(f"_{wanted}") for argument in arguments)
+
+    text = _INCLUDE.sub(put_in, text)
+    if wanted:
+        for macro, _, _ in _MACRO.findall(text):
+            text = re.sub(
+                rf"^{macro}\(([^)\n]*)\)$", lambda stamp: stamp[0] if is_wanted(stamp) else "", text, flags=re.M
+            )
+    return text
 
 
 def _expand_macros(text: str) -> str:
@@ -89,17 +109,17 @@ def _expand_macros(text: str) -> str:
 
 
 @cache
-def signatures(name: str) -> dict[str, Signature]:
-    """Every kernel of a .cu file. Raises InternalError for a parameter type this file does not know."""
+def signatures(part: str) -> dict[str, Signature]:
+    """Every kernel of a .cu file or a part. Raises InternalError for a parameter type this file does not know."""
     found = {}
-    for kernel, parameters in _SIGNATURE.findall(_expand_macros(source(name))):
+    for kernel, parameters in _SIGNATURE.findall(_expand_macros(source(part))):
         parsed = []
         for text in (p.strip() for p in parameters.replace("\n", " ").split(",")):
             bare = text.removeprefix("const __grid_constant__ ")
             match = _PARAMETER.fullmatch(bare)
             values: Container[str] = SCALARS if bare == text else IN_PLACE
             if not match or match[1] not in (POINTEES if match[2] else values):
-                raise InternalError(f"{name}.cu: cannot read the parameter {text!r} of {kernel}")
+                raise InternalError(f"{file_of(part)}.cu: cannot read the parameter {text!r} of {kernel}")
             parsed.append(Parameter(match[3], match[1], bool(match[2])))
         found[kernel] = Signature(kernel, tuple(parsed))
     return found
@@ -151,6 +171,7 @@ class KernelLibrary:
         self._cubin_dir = cubin_dir
         served = [name for name in kernel_files() if FEATURE_ARCHITECTURES.get(name) in (None, compute_capability)]
         self._files = {kernel: name for name in served for kernel in signatures(name)}
+        self._parts: dict[str, str] = {}
         self._modules: dict[str, Future[Any]] = {}
         self._lock = Lock()
         self._kernels: dict[str, Kernel] = {}
@@ -159,20 +180,27 @@ class KernelLibrary:
         kernel = self._kernels.get(name)
         if kernel is None:
             file = self._files[name]
-            signature, function = signatures(file)[name], self._module(file).get_function(name)
+            signature = signatures(file)[name]
+            function = self._module(self._parts.get(name, file)).get_function(name)
             launch = DriverLaunch(signature, function.kernel.ptr, launch_kernel())
             kernel = self._kernels[name] = Kernel(signature, function, self._stream, launch)
         return kernel
 
-    def compile_beside(self, names: Iterable[str]) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begin to compile and load files of kernels, in threads of their own.
+    def compile_beside(self, parts: Iterable[str]) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Begin to compile and load files of kernels, or parts of files (`source`), in threads of their own.
 
+        Who asks for another kernel of such a file later waits for the whole of it.
         The first result waits for all of them, and raises DeviceError when one cannot be compiled; the second drops
         what has not been begun.
         """
-        served = sorted(set(names) & set(self._files.values()))
+        has_parts = self._cubin_dir is None
+        names = {part if has_parts else file_of(part) for part in parts}
+        served = sorted(name for name in names if file_of(name) in self._files.values())
         waiting: Queue[str] = Queue()
         for name in served:
+            if name != file_of(name):
+                # A part begun before may have been dropped.
+                self._parts |= dict.fromkeys(signatures(name), name)
             waiting.put(name)
 
         def compile_waiting() -> None:
@@ -198,33 +226,34 @@ class KernelLibrary:
 
         return wait, drop
 
-    def _module(self, file: str) -> Any:
+    def _module(self, part: str) -> Any:
         begun = mine = Future[Any]()
         try:
             with self._lock:
-                begun = self._modules.setdefault(file, mine)
+                begun = self._modules.setdefault(part, mine)
             if begun is mine:
-                mine.set_result(self._compile(file))
+                mine.set_result(self._compile(part))
         except BaseException as error:
             # Not kept: the reason may be gone when someone asks again.
             with self._lock:
-                if self._modules.get(file) is mine:
-                    del self._modules[file]
+                if self._modules.get(part) is mine:
+                    del self._modules[part]
             if not mine.done():
-                interrupted = DeviceError(f"{file}.cu: interrupted")
+                interrupted = DeviceError(f"{file_of(part)}.cu: interrupted")
                 mine.set_exception(error if isinstance(error, Exception) else interrupted)
             raise
         return begun.result()
 
-    def _compile(self, file: str) -> Any:
+    def _compile(self, part: str) -> Any:
         import cupy
 
+        file = file_of(part)
         if self._cubin_dir is not None:
             module = cupy.RawModule(path=str(self._cubin_dir / f"{file}.cubin"))
         else:
             # CuPy names the architecture after these options; of two, NVRTC 12.9 and 13.0 take the first.
             features = (f"-arch=sm_{FEATURE_ARCHITECTURES[file]}a",) if file in FEATURE_ARCHITECTURES else ()
-            module = cupy.RawModule(code=source(file), options=(*features, *run_time_options()), backend="nvrtc")
+            module = cupy.RawModule(code=source(part), options=(*features, *run_time_options()), backend="nvrtc")
         try:
             with cupy.cuda.Device(self._device):
                 module.compile()

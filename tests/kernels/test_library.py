@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from threading import Barrier, Event
 from threading import enumerate as threads
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +77,24 @@ def test_features_are_asked_for_where_they_are_needed() -> None:
     assert library.architectures("gemm_warpgroup") == (90,)
 
 
+class TestParts:
+    @pytest.mark.parametrize("part", ["gemm:int8", "gemv:int4", "attention:f32_64", "attention_many_warpgroup:128"])
+    def test_a_part_has_the_kernels_stamped_out_for_it_and_those_that_are_not_stamped_out(self, part: str) -> None:
+        whole, some = library.signatures(library.file_of(part)), library.signatures(part)
+        wanted = part.partition(":")[2]
+        assert {kernel for kernel in whole if kernel.endswith(f"_{wanted}")} <= some.keys() < whole.keys()
+        assert all(whole[kernel] == signature for kernel, signature in some.items())
+        other = {"int8": "int4", "int4": "int8", "f32_64": "f32_128", "128": "_64"}[wanted]
+        assert not any(kernel.endswith(other) for kernel in some)
+
+    def test_lines_keep_their_numbers(self) -> None:
+        assert library.source("gemm:int4").count("\n") == library.source("gemm").count("\n")
+
+    def test_every_part_together_is_the_whole(self) -> None:
+        parts = (library.signatures(f"attention_few:f16_{d}") for d in (16, 32, 64, 128))
+        assert {kernel for part in parts for kernel in part} == library.signatures("attention_few").keys()
+
+
 class TestCompilingBeside:
     @pytest.fixture
     def compiled(self, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -102,6 +122,38 @@ class TestCompilingBeside:
         wait, _ = library.KernelLibrary(None, 80).compile_beside(["token_small", "gemv"])
         wait()
         assert compiled == {"gemv": 1}
+
+    def test_who_asks_for_what_no_part_has_gets_the_whole_file(
+        self, compiled: Counter[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kernels = library.KernelLibrary(None, 80)
+        wait, _ = kernels.compile_beside(["gemm:int8", "rope"])
+        wait()
+        assert compiled == {"gemm:int8": 1, "rope": 1}
+        modules = []
+        monkeypatch.setattr(library, "Kernel", lambda signature, *_: signature.name)
+        monkeypatch.setattr(library, "DriverLaunch", lambda *_: None)
+        monkeypatch.setattr(library, "launch_kernel", lambda: None)
+
+        def function_of(_library: library.KernelLibrary, part: str) -> SimpleNamespace:
+            modules.append(part)
+            return SimpleNamespace(get_function=lambda _name: SimpleNamespace(kernel=SimpleNamespace(ptr=0)))
+
+        monkeypatch.setattr(library.KernelLibrary, "_module", function_of)
+        assert [kernels[f"linear_tiles_{element}"] for element in ("int8", "int4")]
+        assert modules == ["gemm:int8", "gemm"]
+
+    def test_a_kernel_that_parts_share_comes_from_the_last(self, compiled: Counter[str]) -> None:
+        """Parts begun before may have been dropped."""
+        kernels = library.KernelLibrary(None, 80)
+        for part in ("attention:f32_64", "attention:f32_128"):
+            kernels.compile_beside([part])
+            assert kernels._parts["attend_merge"] == part
+
+    def test_machine_code_is_of_whole_files(self, compiled: Counter[str], tmp_path: Path) -> None:
+        wait, _ = library.KernelLibrary(None, 80, tmp_path).compile_beside(["gemm:int8", "gemm:int4"])
+        wait()
+        assert compiled == {"gemm": 1}
 
     def test_files_are_compiled_at_the_same_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         both = Barrier(2)
