@@ -51,7 +51,7 @@ from kestrel_cuda.sizes import format_size
 Progress = Callable[[str, int, int], None]
 
 _ELEMENTS = {Quant.Q8_0: Element.INT8, Quant.Q4_0: Element.INT4}
-"""Of the weights that a token may be taken through in one launch."""
+"""Of all weights, where they are quantised to one."""
 
 
 class Engine:
@@ -189,11 +189,13 @@ class Engine:
         warnings += report.warnings
         if on_plan is not None:
             on_plan(report)
+        element = _ELEMENTS.get(config.quant)
         prepared = backend.prepare_steps(
             quantized=quantized,
             kv=config.kv_dtype,
             head_dim=model.text.head_dim,
-            token_element=_ELEMENTS.get(config.quant) if config.whole_token and window is None else None,
+            element=element,
+            token=weights.token_shape(model.text) if element and config.whole_token and window is None else None,
         )
         try:
             store = WeightStore(

@@ -190,7 +190,7 @@ def run_whole_token(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_token, "driver_bindings_work", lambda: True)
     monkeypatch.setattr(cuda_token, "copy_map", lambda array, cut, rows_per_piece: [0] * 16)
-    monkeypatch.setattr(cuda_token, "kv_map", lambda rows_hsd: [0] * 16)
+    monkeypatch.setattr(cuda_token, "kv_map", lambda rows_hsd, channels: [0] * 16)
     monkeypatch.setattr(cuda_token, "_beside", lambda layer: [0] * token_cuts.NUM_LAYER_POINTERS)
     monkeypatch.setattr(backend, "most_shared_bytes", COPYING_SHARED_BYTES)
     for element, head_dim in product((Element.INT8, Element.INT4), cuda_token.HEAD_DIMS):

@@ -1,5 +1,5 @@
-"""One block's ring of keys and values on the CPU: the copying thread of kernels/token_boxes.cuh and the warps of
-attention_few.cuh, over the barriers of tests/token_ring_simulation.py."""
+"""One block's ring of keys and values on the CPU: the copying thread and the warps of kernels/token_boxes.cuh with
+attention_few.cuh, and of token_slice.cuh, over the barriers of tests/token_ring_simulation.py."""
 
 from __future__ import annotations
 
@@ -75,6 +75,34 @@ class KvBlock(Block):
             yield is_over
             if self.holds[place.slot] != box:
                 raise RingFault(f"{self.holds[place.slot]} was taken for box {box}")
+
+
+class SliceBlock(KvBlock):
+    """Boxes of keys with a slice of their values; `splits` are the slots of each unit in turn."""
+
+    def __init__(self, splits: Sequence[int], num_slots: int, *, meet_behind_boxes: bool = True) -> None:
+        super().__init__(splits, num_slots, meet_behind_keys=meet_behind_boxes)
+        self.empty = [Barrier(KEY_TAKERS + WARPS_PER_SUBTILE) for _ in range(num_slots)]
+        self.num_boxes = sum(num_boxes_of(split) for split in splits)
+
+    def sums(self, warp: int) -> Waits:
+        """SlicePart's `load`, attend_slice's barriers."""
+        place, box = Place(0, 0), 0
+        subtile = (warp + WARPS // 2) % WARPS // WARPS_PER_SUBTILE
+        for num_slots in self.splits:
+            num_boxes, num_known = num_boxes_of(num_slots), num_slots - 1
+            for tile in (warp, warp + WARPS):
+                own = tile // KEY_TAKERS
+                if own < num_boxes and tile * TILE_SLOTS < num_known:
+                    yield from self._read(self.step(place, own), box + own)
+                if own < num_boxes:
+                    self.empty[self.step(place, own).slot].arrive()
+            if subtile < num_boxes:
+                yield from self._read(self.step(place, subtile), box + subtile)
+                self.empty[self.step(place, subtile).slot].arrive()
+            for _ in range(4 if self.meet_behind_keys else 0):
+                yield from self._meet()
+            place, box = self.step(place, num_boxes), box + num_boxes
 
 
 def num_boxes_of(num_slots: int) -> int:

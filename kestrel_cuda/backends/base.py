@@ -14,7 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kestrel_cuda.backends.operands import Activation, Array, Decoder, DeviceWeight, HeadShape, KvLayer, SequenceState
+from kestrel_cuda.backends.operands import (
+    Activation,
+    Array,
+    Decoder,
+    DeviceWeight,
+    HeadShape,
+    KvLayer,
+    SequenceState,
+    TokenShape,
+)
 from kestrel_cuda.backends.vision import VisionSteps
 from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.packed import Element, SlabEntry, SlabLayout
@@ -179,11 +188,12 @@ class Backend(VisionSteps, Protocol):
 
     # steps
     def prepare_steps(
-        self, *, quantized: bool, kv: KvDtype, head_dim: int, token_element: Element | None
+        self, *, quantized: bool, kv: KvDtype, head_dim: int, element: Element | None, token: TokenShape | None
     ) -> Preparation:
         """Begin to make ready what a decoder of this kind submits, so that no prompt waits for it.
 
-        `token_element` is that of the weights of tokens in one launch, if such are wanted.
+        `element` is that of all weights, where they have one; `token` is given where tokens are to be taken in one
+        launch.
         To wait for it raises DeviceError when the device cannot run it.
         """
 

@@ -18,7 +18,15 @@ from kestrel_cuda.backends.base import MemoryInfo, PackedTensor, Preparation, Sl
 from kestrel_cuda.backends.composed import ComposedSteps
 from kestrel_cuda.backends.cpu_rope import rotate
 from kestrel_cuda.backends.cpu_vision import CpuVisionSteps
-from kestrel_cuda.backends.operands import Activation, DeviceWeight, HeadShape, KvLayer, SequenceState, new_activation
+from kestrel_cuda.backends.operands import (
+    Activation,
+    DeviceWeight,
+    HeadShape,
+    KvLayer,
+    SequenceState,
+    TokenShape,
+    new_activation,
+)
 from kestrel_cuda.checkpoint.tensor_file import widen
 from kestrel_cuda.config import KvDtype
 from kestrel_cuda.quant.grouped import (
@@ -108,7 +116,7 @@ class CpuBackend(ComposedSteps, CpuVisionSteps):
         self._peak_bytes = 0
 
     def prepare_steps(
-        self, *, quantized: bool, kv: KvDtype, head_dim: int, token_element: Element | None
+        self, *, quantized: bool, kv: KvDtype, head_dim: int, element: Element | None, token: TokenShape | None
     ) -> Preparation:
         return Preparation(lambda: None, lambda: None)
 

@@ -18,7 +18,7 @@ from kestrel_cuda.backends.cuda_decode import NORM_THREADS, DecodeSteps
 from kestrel_cuda.backends.cuda_device import TABLE_KINDS
 from kestrel_cuda.backends.cuda_token import TokenSteps
 from kestrel_cuda.backends.cuda_vision import VisionKernels
-from kestrel_cuda.backends.operands import Activation, DeviceWeight, SequenceState, new_activation
+from kestrel_cuda.backends.operands import Activation, DeviceWeight, SequenceState, TokenShape, new_activation
 from kestrel_cuda.config import KvDtype
 from kestrel_cuda.kernels.launch import driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
@@ -37,7 +37,6 @@ FLOAT_ROWS = 8
 
 _ATTENTION_FILES = {
     KvDtype.F16: ("attention_few", "attention_many"),
-    KvDtype.F32: (),
     KvDtype.Q8: ("attention_few_q8", "attention_many_q8"),
 }
 _WEIGHT_KINDS = {Element.BF16: 0, Element.F16: 1, Element.F32: 2}
@@ -53,16 +52,25 @@ class CudaBackend(DecodeSteps, TokenSteps, VisionKernels):
         self._maps = CopyMaps()
 
     def prepare_steps(
-        self, *, quantized: bool, kv: KvDtype, head_dim: int, token_element: Element | None
+        self, *, quantized: bool, kv: KvDtype, head_dim: int, element: Element | None, token: TokenShape | None
     ) -> Preparation:
-        files = {"gemv", "norm", "pointwise", "rope", "attention", *_ATTENTION_FILES[kv]}
-        if kv is KvDtype.F16 and self.has_warpgroup_mma and head_dim in WARPGROUP_HEAD_DIMS:
-            files.add("attention_many_warpgroup")
+        parts = {"norm", "pointwise", "rope", f"attention:f32_{head_dim}"}
+        if kv is not KvDtype.F32:
+            few, many = _ATTENTION_FILES[kv]
+            parts.add(f"{few}:{kv}_{head_dim}")
+            if kv is KvDtype.F16 and self.has_warpgroup_mma and head_dim in WARPGROUP_HEAD_DIMS:
+                parts.add(f"attention_many_warpgroup:{head_dim}")
+            else:
+                parts.add(f"{many}:{kv}_{head_dim}")
+        of_weights = f":{element}" if element else ""
+        parts.add(f"gemv{of_weights}")
         if quantized:
-            files |= {"quantize", "decode", "gemm"} | ({"gemm_warpgroup"} if self._has_warpgroup_linears else set())
-        if token_element is not None and kv is KvDtype.F16:
-            files |= set(self.token_files(head_dim, token_element))
-        return Preparation(*self.kernels.compile_beside(files))
+            parts |= {"quantize", f"decode{of_weights}", f"gemm{of_weights}"}
+            if self._has_warpgroup_linears:
+                parts.add(f"gemm_warpgroup{of_weights}")
+        if token is not None and kv is KvDtype.F16:
+            parts |= set(self.token_files(token))
+        return Preparation(*self.kernels.compile_beside(parts))
 
     def activation(self, max_rows: int, num_inputs: int, quantized: bool) -> Activation:
         return new_activation(self.zeros, max_rows, num_inputs, quantized)

@@ -29,15 +29,21 @@ def describe(
     strides_bytes: Sequence[int],
     box: Sequence[int],
     *,
-    swizzled: bool = False,
+    swizzled_bytes: int = 0,
 ) -> list[int]:
     """The description's 16 words. Axes are innermost first, with the strides of all but that one.
 
-    `swizzled`: in rows of 128 bytes, as the mma of warpgroups reads them. Raises DeviceError when the driver refuses.
+    `swizzled_bytes`: of rows that are swizzled, 128, as the mma of warpgroups reads them, or 64; 0 where none are.
+    Raises DeviceError when the driver refuses.
     """
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    swizzle = {
+        0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }[swizzled_bytes]
     kind = {
         1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16,
@@ -52,7 +58,7 @@ def describe(
         [driver.cuuint32_t(length) for length in box],
         [driver.cuuint32_t(1)] * len(lengths),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -78,5 +84,8 @@ class CopyMaps:
 
 def _describe_matrix(address: int, shape: tuple[int, int], item_bytes: int, box: Box, swizzled: bool) -> NDArray[Any]:
     rows, columns = shape
-    words = describe(address, item_bytes, (columns, rows), (columns * item_bytes,), box[::-1], swizzled=swizzled)
+    swizzled_bytes = 128 if swizzled else 0
+    words = describe(
+        address, item_bytes, (columns, rows), (columns * item_bytes,), box[::-1], swizzled_bytes=swizzled_bytes
+    )
     return np.array(words, np.uint64).view(COPY_MAP)

@@ -19,40 +19,42 @@ from numpy.typing import NDArray
 from kestrel_cuda.backends.cuda_attention import AttentionSteps, log2_scale
 from kestrel_cuda.backends.cuda_copy_maps import describe
 from kestrel_cuda.backends.cuda_device import TABLE_KINDS, CudaDevice
-from kestrel_cuda.backends.operands import Decoder, DecoderLayer, DeviceWeight, SequenceState
+from kestrel_cuda.backends.operands import Decoder, DecoderLayer, DeviceWeight, SequenceState, TokenShape
 from kestrel_cuda.backends.token_cuts import (
+    BOXED_HEAD_DIM,
     COLUMNS,
     PANEL_CHANNELS,
     PIECE_GROUPS,
+    SLICE_CHANNELS,
     SPLIT_SLOTS,
     SUBTILE_SLOTS,
     THREADS,
     Cut,
+    Rings,
     copy_order,
-    cut_token,
+    forms_of,
     is_served,
-    kv_slot_bytes,
-    least_work_bytes,
     most_on_their_way,
-    ring_slots,
+    rings_of,
     slot_bytes,
     table_bytes,
     words_per_piece,
 )
 from kestrel_cuda.kernels.launch import Kernel, driver_bindings_work
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
-from kestrel_cuda.quant.packed import Element, round_up
+from kestrel_cuda.quant.packed import round_up
 
 # Sizes shared with kernels/token*.cuh, beside those of token_cuts.py.
 COPY_THREADS = 128
 COUNTER_WORDS = 2 * 32
+GROUP_WORDS = 3 * 2
 COPY_CAPABILITY = 90
 """The compute capability whose instructions the kernel has: bulk copies, registers that change hands."""
 
 HEAD_DIMS = (32, 64, 128)
-BOXED_HEAD_DIM = 128
-"""Of the heads whose keys and values are copied ahead; smaller ones have one form of the kernel for every context."""
 SHARED_ALIGNMENT = 1024
+LEAST_STATIC_BYTES, MOST_STATIC_BYTES = 1 << 10, 4 << 10
+"""What the kernels have of their own, which is known when they are compiled."""
 
 
 def copy_map(array: Any, cut: Cut, rows_per_piece: int) -> list[int]:
@@ -92,16 +94,27 @@ def copy_maps(weights: Sequence[DeviceWeight], cuts: Sequence[Cut]) -> NDArray[n
 
 
 def kv_maps(layers: Sequence[DecoderLayer]) -> NDArray[np.uint64]:
-    """Keys and values of every layer by panels of 64 channels of a subtile's slots: [layers, 2, 16]."""
-    return np.array([[kv_map(layer.kv.k_hsd), kv_map(layer.kv.v_hsd)] for layer in layers], np.uint64)
+    """Every layer's keys and values by panels of a subtile's slots, and its values by slices: [layers, 3, 16]."""
+    return np.array(
+        [
+            [
+                kv_map(layer.kv.k_hsd, PANEL_CHANNELS),
+                kv_map(layer.kv.v_hsd, PANEL_CHANNELS),
+                kv_map(layer.kv.v_hsd, SLICE_CHANNELS),
+            ]
+            for layer in layers
+        ],
+        np.uint64,
+    )
 
 
-def kv_map(rows_hsd: Any) -> list[int]:
+def kv_map(rows_hsd: Any, channels: int) -> list[int]:
     """The driver's description of a layer's keys or values. Raises DeviceError when the driver refuses."""
     num_heads, ctx, head_dim = rows_hsd.shape
     row_bytes = head_dim * 2
     lengths, strides = (head_dim, ctx, num_heads), (row_bytes, ctx * row_bytes)
-    return describe(rows_hsd.data.ptr, 2, lengths, strides, (PANEL_CHANNELS, SUBTILE_SLOTS, 1), swizzled=True)
+    box = (channels, SUBTILE_SLOTS, 1)
+    return describe(rows_hsd.data.ptr, 2, lengths, strides, box, swizzled_bytes=channels * 2)
 
 
 @dataclass(frozen=True)
@@ -109,27 +122,25 @@ class Form:
     """One of the kernels that take a token, and how it uses shared memory."""
 
     kernel: Kernel
-    cuts: list[Cut]
-    num_slots: int
-    num_kv_slots: int
+    rings: Rings
 
 
 class CudaWholeToken:
     """One launch over a decoder's weights, with the tables and the words that its blocks share.
 
-    A context of one split has a form of its own, which merges nothing, where heads have 128 channels.
+    A context of one split has a form of its own, where heads have 128 channels and there is room for keys and values.
     """
 
     def __init__(self, steps: TokenSteps, decoder: Decoder, of_one_split: Form, of_many: Form) -> None:
-        heads, layers, cuts = decoder.heads, decoder.layers, of_one_split.cuts
+        heads, layers, cuts = decoder.heads, decoder.layers, of_many.rings.cuts
         first, num_blocks = layers[0], steps.num_multiprocessors
         hidden, products = first.qkv.geometry.num_inputs, first.down.geometry.num_inputs
         attended, num_splits = heads.num_heads * heads.head_dim, -(-first.kv.k_hsd.shape[1] // SPLIT_SLOTS)
         matrices = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         maps = copy_maps([*matrices, decoder.lm_head], cuts[:4] * len(layers) + cuts[4:])
         # Of no use, and none, where nothing copies by them.
-        kv = kv_maps(layers) if of_many.num_kv_slots else np.zeros((len(layers), 2, 16), np.uint64)
-        maps = np.concatenate([maps, kv])
+        kv = kv_maps(layers) if of_many.rings.num_kv_slots else np.zeros((len(layers), 3, 16), np.uint64)
+        maps = np.concatenate([maps.reshape(-1, 16), kv.reshape(-1, 16)])
         order = copy_order(cuts, num_blocks)
         table = decoder.h_mk if decoder.embedding is None else decoder.embedding
         self._steps, self._cuts = steps, list[Any]()
@@ -139,8 +150,8 @@ class CudaWholeToken:
             "pointers": steps.to_device(np.array([_beside(layer) for layer in layers], np.uint64)),
             "h_words": steps.zeros((hidden,), np.uint64),
             "qkv_words": steps.zeros((first.qkv.geometry.n_padded,), np.uint64),
-            "attended_words": steps.zeros((attended // 4 + attended // ACTIVATION_GROUP,), np.uint64),
-            "product_words": steps.zeros((products // 4 + products // ACTIVATION_GROUP,), np.uint64),
+            "attended_words": steps.zeros((attended // ACTIVATION_GROUP * GROUP_WORDS,), np.uint64),
+            "product_words": steps.zeros((products // ACTIVATION_GROUP * GROUP_WORDS,), np.uint64),
             "half_words": steps.zeros((max(1, cuts[2].num_halved) * 4 * COLUMNS,), np.uint64),
             "split_words": steps.zeros((heads.num_heads, num_splits, heads.head_dim + 2), np.uint64),
             "counters": steps.zeros((COUNTER_WORDS,), np.uint32),
@@ -180,18 +191,18 @@ class CudaWholeToken:
 
     def _launch_of(self, form: Form, decoder: Decoder) -> Callable[..., None]:
         """The form's kernel with its own share of the parameters."""
-        steps, heads, element = self._steps, decoder.heads, decoder.lm_head.geometry.element
+        steps, heads, element, rings = self._steps, decoder.heads, decoder.lm_head.geometry.element, form.rings
         room_bytes = dynamic_bytes(steps, form.kernel)
-        fixed_bytes = table_bytes(form.cuts, len(decoder.layers), steps.num_multiprocessors, heads.head_dim)
-        fixed_bytes += form.num_slots * slot_bytes(element) + form.num_kv_slots * kv_slot_bytes(heads.head_dim)
-        cuts = [cut.fit((room_bytes - fixed_bytes) // 16 * 16) for cut in form.cuts]
+        fixed_bytes = table_bytes(rings.cuts, len(decoder.layers), steps.num_multiprocessors, heads.head_dim)
+        fixed_bytes += rings.num_slots * slot_bytes(element) + rings.num_kv_slots * rings.kv.slot_bytes
+        cuts = [cut.fit((room_bytes - fixed_bytes) // 16 * 16) for cut in rings.cuts]
         self._cuts.append(steps.to_device(np.array([astuple(cut) for cut in cuts], np.int32)))
         return partial(
             form.kernel,
             cuts=self._cuts[-1],
-            num_slots=form.num_slots,
-            num_kv_slots=form.num_kv_slots,
-            most_on_their_way=most_on_their_way(cuts, form.num_slots, steps.num_multiprocessors),
+            num_slots=rings.num_slots,
+            num_kv_slots=rings.num_kv_slots,
+            most_on_their_way=most_on_their_way(cuts, rings.num_slots, steps.num_multiprocessors),
             shared_bytes=int(steps.most_shared_bytes) - form.kernel.static_shared_bytes,
         )
 
@@ -199,39 +210,42 @@ class CudaWholeToken:
 class TokenSteps(AttentionSteps):
     """The whole token of `Backend` on a GPU."""
 
-    def token_files(self, head_dim: int, element: Element) -> list[str]:
-        """The kernel files of whole tokens with such heads and weights; none where there is no such launch."""
-        if self.compute_capability != COPY_CAPABILITY or not driver_bindings_work() or head_dim not in HEAD_DIMS:
-            return []
+    def token_files(self, shape: TokenShape) -> list[str]:
+        """The kernel files that such tokens may need; none where there is no such launch."""
+        element, head_dim = shape.lm_head.element, shape.head_dim
         if head_dim != BOXED_HEAD_DIM:
-            return ["token_small"]
-        return [f"token_{element}_{form}" for form in ("one_split", "held", "boxed")]
+            return [f"token_small:{element}_{head_dim}_held" for _ in self._forms(shape)]
+        return [f"token_{element}_{form}" for form in self._forms(shape)]
 
     def whole_token(self, decoder: Decoder) -> CudaWholeToken | None:
-        heads, element = decoder.heads, decoder.lm_head.geometry.element
-        if not self.token_files(heads.head_dim, element) or not is_served(decoder):
+        if not is_served(decoder):
             return None
-        if heads.head_dim != BOXED_HEAD_DIM:
-            held = self._form("held", decoder)
-            return CudaWholeToken(self, decoder, held, held) if held else None
-        of_one_split = self._form("one_split", decoder)
-        of_many = self._form("boxed", decoder) or self._form("held", decoder)
-        return CudaWholeToken(self, decoder, of_one_split, of_many) if of_one_split and of_many else None
+        shape, names = decoder.shape, self._forms(decoder.shape)
+        of_many = next(
+            (form for name in ("boxed", "held") if name in names and (form := self._form(name, shape))), None
+        )
+        if of_many is None:
+            return None
+        of_one_split = self._form("one_split", shape) if "one_split" in names and of_many.rings.num_kv_slots else None
+        return CudaWholeToken(self, decoder, of_one_split or of_many, of_many)
 
-    def _form(self, name: str, decoder: Decoder) -> Form | None:
+    def _forms(self, shape: TokenShape) -> list[str]:
+        """The forms that may have room, whatever shared memory their kernels turn out to have of their own."""
+        if self.compute_capability != COPY_CAPABILITY or not driver_bindings_work() or shape.head_dim not in HEAD_DIMS:
+            return []
+        rooms = (int(self.most_shared_bytes) - static_bytes for static_bytes in (LEAST_STATIC_BYTES, MOST_STATIC_BYTES))
+        return sorted({form for room in rooms for form in forms_of(shape, self.num_multiprocessors, room)})
+
+    def _form(self, name: str, shape: TokenShape) -> Form | None:
         """A form in the shared memory of this card, if it has room for it."""
-        heads, first, num_blocks = decoder.heads, decoder.layers[0], self.num_multiprocessors
-        element = decoder.lm_head.geometry.element
-        kernel = self.kernels[f"decode_token_{element}_{heads.head_dim}_{name}"]
-        cuts = cut_token((first.qkv, first.o, first.gate_up, first.down), decoder.lm_head, num_blocks)
-        room_bytes = dynamic_bytes(self, kernel) - table_bytes(cuts, len(decoder.layers), num_blocks, heads.head_dim)
-        room_bytes -= least_work_bytes(cuts, heads.head_dim, heads.queries_per_kv)
-        slots = ring_slots(room_bytes, cuts, element, heads.head_dim, num_blocks, is_boxed=name == "boxed")
-        return Form(kernel, cuts, *slots) if slots else None
+        kernel = self.kernels[f"decode_token_{shape.lm_head.element}_{shape.head_dim}_{name}"]
+        rings = rings_of(name, shape, self.num_multiprocessors, dynamic_bytes(self, kernel))
+        return Form(kernel, rings) if rings else None
 
 
 def dynamic_bytes(device: CudaDevice, kernel: Kernel) -> int:
     """The dynamic shared memory that a block of the kernel can use on this card: it begins aligned."""
+    assert LEAST_STATIC_BYTES <= round_up(kernel.static_shared_bytes, SHARED_ALIGNMENT) <= MOST_STATIC_BYTES
     return int(device.most_shared_bytes) - round_up(kernel.static_shared_bytes, SHARED_ALIGNMENT)
 
 

@@ -30,6 +30,20 @@ class DeviceWeight:
 
 
 @dataclass(frozen=True)
+class TokenShape:
+    """What decides which kernels take a whole token, known before there is a weight on the device.
+
+    `layer` is the joint projection, o, gate and up, down.
+    """
+
+    layer: tuple[PackedGeometry, ...]
+    lm_head: PackedGeometry
+    num_layers: int
+    head_dim: int
+    queries_per_kv: int
+
+
+@dataclass(frozen=True)
 class Activation:
     """The input rows of a linear: float32 values [m, k], or int8 codes [m, k_padded] with scales [m, k_padded / 32]."""
 
@@ -128,3 +142,9 @@ class Decoder:
     embedding: Array | None
     h_mk: Array
     logits_mv: Array
+
+    @property
+    def shape(self) -> TokenShape:
+        first, heads = self.layers[0], self.heads
+        layer = tuple(weight.geometry for weight in (first.qkv, first.o, first.gate_up, first.down))
+        return TokenShape(layer, self.lm_head.geometry, len(self.layers), heads.head_dim, heads.queries_per_kv)

@@ -12,9 +12,9 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel_cuda.backends.operands import Decoder, DeviceWeight
+from kestrel_cuda.backends.operands import Decoder, TokenShape
 from kestrel_cuda.quant.grouped import ACTIVATION_GROUP
-from kestrel_cuda.quant.packed import Element, round_up
+from kestrel_cuda.quant.packed import Element, PackedGeometry, round_up
 
 # Sizes shared with kernels/token*.cuh; tests/kernels/test_signatures.py reads them out of the sources.
 THREADS, WARPS = 512, 16
@@ -28,13 +28,16 @@ ITEM_BIT, KIND_BIT = 16, 24
 MOST_SLOTS = 24
 LEAST_KV_SLOTS, MOST_KV_SLOTS = 4, 8
 """Boxes in a block's ring of keys and values: the keys of a split, and all of it."""
-LEAST_ON_THEIR_WAY, ENOUGH_ON_THEIR_WAY, MOST_ON_THEIR_WAY = 2, 4, 5
+LEAST_ON_THEIR_WAY, ENOUGH_ON_THEIR_WAY, MOST_ON_THEIR_WAY = 2, 3, 5
 """Boxes on their way to a block while it sums: more keep the memory no busier, and others' words wait behind them."""
 MOST_SETS_AT_ONCE = 4
 MMA_ROWS, SUBTILES = 16, 4
 SPLIT_SLOTS = 256
 SUBTILE_SLOTS = SPLIT_SLOTS // SUBTILES
-PANEL_CHANNELS = 64
+PANEL_CHANNELS, SLICE_CHANNELS = 64, 32
+BOXED_HEAD_DIM = 128
+SLICE_QUERIES = 8
+"""Most queries of a kv head whose split blocks share."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +120,20 @@ class Cut:
         return replace(self, sets_at_once=min(MOST_SETS_AT_ONCE, 1 + more))
 
 
-def cut_linears(weights: Sequence[DeviceWeight], num_blocks: int) -> list[Cut]:
+def cut_linears(weights: Sequence[PackedGeometry], num_blocks: int) -> list[Cut]:
     """Sets of 32 columns, or of 16 with two pieces side by side where that spreads more evenly over the blocks.
 
     `weights` have the same columns, and all are cut alike: a block keeps the residual of the columns it adds to.
     """
-    n_padded = weights[0].geometry.n_padded
+    n_padded = weights[0].n_padded
     num_wide, num_narrow = -(-n_padded // (2 * COLUMNS)), -(-n_padded // COLUMNS)
-    pairs = all(weight.geometry.k_padded % (2 * PIECE_INPUTS) == 0 for weight in weights)
+    pairs = all(weight.k_padded % (2 * PIECE_INPUTS) == 0 for weight in weights)
     if pairs and -(-num_narrow // num_blocks) < 2 * -(-num_wide // num_blocks):
         return [_cut(weight, num_narrow, COLUMNS, items_are_pairs=True) for weight in weights]
     return [_cut(weight, num_wide, 2 * COLUMNS) for weight in weights]
 
 
-def cut_token(layer: Sequence[DeviceWeight], lm_head: DeviceWeight, num_blocks: int) -> list[Cut]:
+def cut_token(layer: Sequence[PackedGeometry], lm_head: PackedGeometry, num_blocks: int) -> list[Cut]:
     """How the linears of a layer (the joint projection, o, gate and up, down) and lm_head are cut over the blocks."""
     qkv, o, gate_up, down = layer
     own_qkv, own_head = (cut_linears([weight], num_blocks)[0] for weight in (qkv, lm_head))
@@ -138,26 +141,25 @@ def cut_token(layer: Sequence[DeviceWeight], lm_head: DeviceWeight, num_blocks: 
     return [own_qkv, cut_o, cut_gate_up(gate_up, num_blocks), cut_down, own_head]
 
 
-def cut_gate_up(weight: DeviceWeight, num_blocks: int) -> Cut:
+def cut_gate_up(weight: PackedGeometry, num_blocks: int) -> Cut:
     """Sets of 32 gate columns and their 32 up columns: one activation group of what follows.
 
     Where the sets of the last round are no more than half the blocks, two blocks take one of them.
     """
-    num_sets = weight.geometry.num_outputs // 2 // ACTIVATION_GROUP
+    num_sets = weight.num_outputs // 2 // ACTIVATION_GROUP
     left_over = num_sets % num_blocks
     num_halved = left_over if num_sets > num_blocks and 2 * left_over <= num_blocks else 0
     return _cut(weight, num_sets, ACTIVATION_GROUP, gate_up=True, num_halved=num_halved)
 
 
 def _cut(
-    weight: DeviceWeight, num_sets: int, set_columns: int, *, items_are_pairs: bool = False, gate_up: bool = False,
+    weight: PackedGeometry, num_sets: int, set_columns: int, *, items_are_pairs: bool = False, gate_up: bool = False,
     num_halved: int = 0,
 ) -> Cut:  # fmt: skip
-    geometry = weight.geometry
-    num_pieces = geometry.k_padded // PIECE_INPUTS
+    num_pieces = weight.k_padded // PIECE_INPUTS
     return Cut(
-        n=geometry.num_outputs,
-        num_groups=geometry.k_padded // ACTIVATION_GROUP,
+        n=weight.num_outputs,
+        num_groups=weight.k_padded // ACTIVATION_GROUP,
         num_sets=num_sets,
         num_items=num_pieces // 2 if items_are_pairs else num_pieces * 2 if gate_up else num_pieces,
         num_pieces=num_pieces,
@@ -217,26 +219,70 @@ def most_on_their_way(cuts: Sequence[Cut], num_slots: int, num_blocks: int) -> i
     return min(MOST_ON_THEIR_WAY, num_slots - max(cut.most_ahead(num_blocks) for cut in cuts))
 
 
-def kv_slot_bytes(head_dim: int) -> int:
-    """One box of keys or values: whole panels of a subtile's slots."""
-    return SUBTILE_SLOTS * round_up(head_dim, PANEL_CHANNELS) * 2
+@dataclass(frozen=True)
+class KvBoxes:
+    """What a ring of keys and values holds: boxes of a subtile's slots, at least and at most so many."""
+
+    slot_bytes: int
+    least_slots: int
+    most_slots: int
+
+
+def boxes_of(form: str, head_dim: int) -> KvBoxes:
+    """What a form of the kernel copies ahead: keys and then values; keys, each with a slice of its values; nothing."""
+    panels = round_up(head_dim, PANEL_CHANNELS)
+    return {
+        "boxed": KvBoxes(SUBTILE_SLOTS * panels * 2, LEAST_KV_SLOTS, MOST_KV_SLOTS),
+        "one_split": KvBoxes(SUBTILE_SLOTS * (panels + SLICE_CHANNELS) * 2, SUBTILES, SUBTILES),
+        "held": KvBoxes(0, 0, 0),
+    }[form]
 
 
 def ring_slots(
-    room_bytes: int, cuts: Sequence[Cut], element: Element, head_dim: int, num_blocks: int, *, is_boxed: bool
+    room_bytes: int, cuts: Sequence[Cut], element: Element, num_blocks: int, kv: KvBoxes
 ) -> tuple[int, int] | None:
-    """Slots of the ring of weights, and of that of keys and values where they are copied too, in so much shared memory.
+    """Slots of the ring of weights, and of that of keys and values, in so much shared memory.
 
     What a ring holds is what it can run ahead. Keys and values take what weights leave that have enough. None where
     the room does not do.
     """
-    own, kv = slot_bytes(element), kv_slot_bytes(head_dim)
-    enough = ENOUGH_ON_THEIR_WAY + max(cut.most_ahead(num_blocks) for cut in cuts)
-    num_kv = min(MOST_KV_SLOTS, (room_bytes - enough * own) // kv) if is_boxed else 0
-    if is_boxed and num_kv < LEAST_KV_SLOTS:
-        return None
-    num_slots = min(MOST_SLOTS, (room_bytes - num_kv * kv) // own)
-    return (num_slots, num_kv) if most_on_their_way(cuts, num_slots, num_blocks) >= LEAST_ON_THEIR_WAY else None
+    own, num_kv = slot_bytes(element), 0
+    if kv.least_slots:
+        enough = ENOUGH_ON_THEIR_WAY + max(cut.most_ahead(num_blocks) for cut in cuts)
+        num_kv = min(kv.most_slots, (room_bytes - enough * own) // kv.slot_bytes)
+    num_slots = min(MOST_SLOTS, (room_bytes - num_kv * kv.slot_bytes) // own)
+    is_enough = num_kv >= kv.least_slots and most_on_their_way(cuts, num_slots, num_blocks) >= LEAST_ON_THEIR_WAY
+    return (num_slots, num_kv) if is_enough else None
+
+
+@dataclass(frozen=True)
+class Rings:
+    """How a form of the kernel uses a block's shared memory."""
+
+    cuts: list[Cut]
+    num_slots: int
+    num_kv_slots: int
+    kv: KvBoxes
+
+
+def rings_of(form: str, shape: TokenShape, num_blocks: int, dynamic_bytes: int) -> Rings | None:
+    """What a form has room for in so much dynamic shared memory; None where it cannot run."""
+    cuts, kv = cut_token(shape.layer, shape.lm_head, num_blocks), boxes_of(form, shape.head_dim)
+    room_bytes = dynamic_bytes - table_bytes(cuts, shape.num_layers, num_blocks, shape.head_dim)
+    room_bytes -= least_work_bytes(cuts, shape.head_dim, shape.queries_per_kv)
+    slots = ring_slots(room_bytes, cuts, shape.lm_head.element, num_blocks, kv)
+    return Rings(cuts, *slots, kv) if slots else None
+
+
+def forms_of(shape: TokenShape, num_blocks: int, dynamic_bytes: int) -> list[str]:
+    """The forms that such a token is taken by: for more than one split first, for one what comes last.
+
+    Heads other than of 128 channels have one form for every context.
+    """
+    if shape.head_dim == BOXED_HEAD_DIM and rings_of("boxed", shape, num_blocks, dynamic_bytes):
+        shares = shape.queries_per_kv <= SLICE_QUERIES and rings_of("one_split", shape, num_blocks, dynamic_bytes)
+        return ["boxed", "one_split"] if shares else ["boxed"]
+    return ["held"] if rings_of("held", shape, num_blocks, dynamic_bytes) else []
 
 
 def is_served(decoder: Decoder) -> bool:

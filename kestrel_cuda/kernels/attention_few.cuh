@@ -249,7 +249,7 @@ struct RunningMerge {
 // arrived_h [kv_heads] counts them and is zero between layers.
 template <int kHeadDim>
 struct PlainSplits {
-    static constexpr bool kIsOne = false, kMergesHere = true;
+    static constexpr bool kMergesHere = true;
     float *max_hs, *sum_hs, *out_hsd;
     int* arrived_h;
     int num_splits;
@@ -353,7 +353,7 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
     split_of_few_rows<kHeadDim>(shared, queries.fragments, held, a.queries_per_kv, num_slots, a.scale, parts);
 
     const int num_values = a.queries_per_kv * kHeadDim, first_head = kv_head * a.queries_per_kv;
-    if (!Splits::kIsOne && a.used_splits() > 1) {
+    if (a.used_splits() > 1) {
         for (int i = this_thread(); i < num_values; i += kFewThreads) {
             const int r = i / kHeadDim, d = i % kHeadDim;
             splits.put(first_head + r, split, d, add_subtiles(parts + i, num_values, num_slots));
@@ -368,7 +368,7 @@ __device__ inline void attend_split_of_row(FewQueries<kHeadDim, NewRow>& queries
         RunningMerge merged;
         if constexpr (Splits::kMergesHere)
             if (a.used_splits() > 1) merged = splits.merged(head, d, a.used_splits());
-        if (Splits::kIsOne || a.used_splits() == 1) {
+        if (a.used_splits() == 1) {
             // What a merge with nothing gives.
             merged.sum = add_subtiles(shared.sums[r], 1, num_slots);
             merged.out = add_subtiles(parts + i, num_values, num_slots);

@@ -22,6 +22,7 @@ __device__ inline float add_rn(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 __device__ inline float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+__device__ inline float rcp_rn(float a) { return __frcp_rn(a); }
 __device__ inline float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 __device__ inline float half_to_float(u16 h) {
@@ -148,7 +149,7 @@ __device__ inline float group_scale(u32 amax_bits) {
 }
 
 // What the values of a group are multiplied with to be codes; all are 0 where the scale is.
-__device__ inline float codes_per_unit(float scale) { return scale != 0.0f ? div_rn(1.0f, scale) : 0.0f; }
+__device__ inline float codes_per_unit(float scale) { return scale != 0.0f ? rcp_rn(scale) : 0.0f; }
 
 __device__ inline int code_of(float x, float per_unit) { return max(-127, min(127, __float2int_rn(mul_rn(x, per_unit)))); }
 

@@ -1,5 +1,5 @@
-// What a linear of a token takes, as activation codes in shared memory: the norm of the residual, which every block makes for
-// itself, or codes that other blocks made.
+// What a linear of a token takes, as activation codes in shared memory: the norm of the residual, which every block
+// makes for itself, or codes that other blocks made.
 
 // Codes and scales of up to kAtOnce groups a warp, one value a lane each: quantize_in_group for group
 // `first` + g * kWarps, the divisions done once for all of them.
@@ -15,7 +15,7 @@ __device__ inline void quantize_groups(int first, int num_groups, const float (&
     }
     float scale = div_rn(__uint_as_float(amax_bits), 127.0f);
     if (scale < kSmallestScale) scale = 0.0f;
-    if (scale != 0.0f) inverse = div_rn(1.0f, scale);
+    if (scale != 0.0f) inverse = rcp_rn(scale);
 #pragma unroll
     for (int g = 0; g < kAtOnce; ++g) {
         const int group = first + g * kWarps;
@@ -27,7 +27,8 @@ __device__ inline void quantize_groups(int first, int num_groups, const float (&
 }
 
 // RMSNorm of the residual row and its activation codes, by every block for itself: norm.cu's sum. A thread holds inputs
-// threadIdx.x + i * kThreads. The row is that of `epoch`, or the embedded one. `kIsFull`: all of a thread's parts are inputs.
+// threadIdx.x + i * kThreads. The row is that of `epoch`, or the embedded one. `kIsFull`: all of a thread's parts are
+// inputs.
 template <int kParts, bool kIsFull>
 __device__ inline void norm_parts(const Token& token, const float* weight_k, bool is_first, u32 epoch, const Codes& to) {
     __shared__ __align__(16) float scratch[kWarps];
@@ -35,6 +36,7 @@ __device__ inline void norm_parts(const Token& token, const float* weight_k, boo
     const int k = kIsFull ? kParts * kThreads : token.hidden;
     auto is_input = [&](int i) { return kIsFull || thread + i * kThreads < k; };
     float weight[kParts], h[kParts];
+    const float eps = token.attention.eps;
     auto load_weight = [&] {
 #pragma unroll
         for (int i = 0; i < kParts; ++i) weight[i] = is_input(i) ? __ldg(weight_k + thread + i * kThreads) : 0.0f;
@@ -78,7 +80,7 @@ __device__ inline void norm_parts(const Token& token, const float* weight_k, boo
     // By a power of two a product has the quotient's bits.
     constexpr bool kIsPower = kIsFull && (kParts & (kParts - 1)) == 0;
     const float mean = kIsPower ? mul_rn(sum, 1.0f / (kParts * kThreads)) : div_rn(sum, (float)k);
-    const float rstd = __frsqrt_rn(add_rn(mean, token.attention.eps));
+    const float rstd = __frsqrt_rn(add_rn(mean, eps));
     const int num_groups = kIsFull ? kParts * kWarps : (k + kGroup - 1) / kGroup;
     constexpr int kAtOnce = kParts % 4 ? kParts : 4;
 #pragma unroll
@@ -101,25 +103,31 @@ __device__ inline void norm_codes(const Token& token, const float* weight_k, boo
 }
 
 // Codes that other blocks made, as flagged words.
-__device__ inline void await_codes(const u64* words, int num_groups, u32 epoch, const Codes& to) {
+__device__ inline void await_codes(const WideWord* words, int num_groups, u32 epoch, const Codes& to) {
     // They may come where the warps that add the last stage's pieces still read.
     sync_few();
-    const int num_words = num_groups * (kGroup / 4), num_all = num_words + num_groups;
-    constexpr int kAtOnce = 4;
-    for (int first = this_thread(); first < num_all; first += kAtOnce * kThreads) {
-        // The first alone until it is there, then the others: their flags are hardly ever asked for in vain.
-        Word word[kAtOnce];
-        word[0].load(words + first);
-        word[0].await(words + first, epoch);
+    constexpr int kAtOnce = 2;
+    for (int first = this_thread(); first < num_groups * kWordsOfGroup; first += kAtOnce * kThreads) {
+        WideWord word[kAtOnce];
+        auto is_word = [&](int k) { return first + k * kThreads < num_groups * kWordsOfGroup; };
+        bool is_waiting;
+        do {
+            is_waiting = false;
 #pragma unroll
-        for (int k = 1; k < kAtOnce; ++k)
-            if (first + k * kThreads < num_all) word[k].load(words + first + k * kThreads);
+            for (int k = 0; k < kAtOnce; ++k) {
+                word[k].flag = epoch;
+                if (is_word(k)) word[k].load(words + first + k * kThreads);
+            }
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) is_waiting |= word[k].flag != epoch;
+        } while (is_waiting);
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-            const int i = first + k * kThreads;
-            if (i >= num_all) break;
-            // The scales come right behind the codes, here too.
-            store_shared(to.codes + i * 4, word[k].await(words + i, epoch));
+            if (!is_word(k)) break;
+            const int i = first + k * kThreads, group = i / kWordsOfGroup, part = i % kWordsOfGroup;
+            const u32 codes = to.codes + group * kGroup + part * 12;
+            store_shared(codes, word[k].data[0]), store_shared(codes + 4, word[k].data[1]);
+            store_shared(part == kWordsOfGroup - 1 ? to.scales + group * 4 : codes + 8, word[k].data[2]);
         }
     }
     sync_few();

@@ -1,5 +1,5 @@
-// One row through every layer and lm_head in one launch, for 4-bit weights, heads of 128 channels and a context of any number
-// of splits, read into registers where shared memory has no room for it; token.cuh says how.
+// One row through every layer and lm_head in one launch, for 4-bit weights, heads of 128 channels and a context of any
+// number of splits, read into registers where shared memory has no room for it; token.cuh says how.
 
 #include "common.cuh"
 #include "attention_half.cuh"
@@ -13,6 +13,7 @@
 #include "copy_engine.cuh"
 #include "token_ring.cuh"
 #include "token_boxes.cuh"
+#include "token_slice.cuh"
 #include "token_sums.cuh"
 #include "token_state.cuh"
 #include "token_inputs.cuh"

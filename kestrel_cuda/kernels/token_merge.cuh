@@ -74,8 +74,8 @@ __device__ inline void add_splits(RunningMerge& merged, MergeRoom& room, int cou
     }
 }
 
-// One group of a head's channels, from its splits to activation codes. By every thread; what lay in `room` may still be read
-// when it begins.
+// One group of a head's channels, from its splits to activation codes. By every thread; what lay in `room` may still be
+// read when it begins.
 template <int kHeadDim>
 __device__ inline void merge_group(MergeRoom& room, const FlaggedSplits<kHeadDim>& splits, const FlaggedCodes& y, int head,
                                    int group, int used_splits) {

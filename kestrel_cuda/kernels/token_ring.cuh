@@ -1,5 +1,5 @@
-// How a linear is cut over blocks and warps, and a block's ring of weights: one thread has them copied ahead of their use,
-// warps take them out. Knows no stage's meaning.
+// How a linear is cut over blocks and warps, and a block's ring of weights: one thread has them copied ahead of their
+// use, warps take them out. Knows no stage's meaning.
 
 #define COPIES_IN_BULK (__CUDA_ARCH__ == 900)
 
@@ -12,13 +12,13 @@ constexpr int kBoxItems = 4;           // copied at a time
 constexpr int kCopyAlignment = 1024;    // of what is swizzled; of other copies 128 would do
 constexpr int kMostSlots = 24;
 
-// A box in a copy order: column / 16 in 16 bits, first item of its column in 8, kind (0 for lm_head, whose maps follow the
-// layers').
+// A box in a copy order: column / 16 in 16 bits, first item of its column in 8, kind (0 for lm_head, whose maps follow
+// the layers').
 constexpr int kItemBit = 16;
 constexpr int kKindBit = 24;
 
-// Boxes on their way at a time while blocks wait for one another's words, which wait behind what was asked of the memory
-// before them.
+// Boxes on their way at a time while blocks wait for one another's words, which wait behind what was asked of the
+// memory before them.
 constexpr int kMostWhileWaiting = 2;
 
 enum Kind { kQkv, kO, kGateUp, kDown, kLmHead, kNumKinds };
@@ -34,7 +34,6 @@ struct Cut {
     __device__ int width() const { return items_are_pairs ? kColumns : gate_up ? 4 * kColumns : 2 * kColumns; }
     // Activation codes and scales.
     __device__ int input_bytes() const { return num_groups * (kGroup + 4); }
-    __device__ int sums_of_set() const { return num_pieces * width(); }
     __device__ int num_whole() const { return num_sets - num_halved; }
     __device__ bool has_half() const { return (int)blockIdx.x < 2 * num_halved; }
     __device__ bool is_upper() const { return blockIdx.x % 2; }
@@ -84,8 +83,8 @@ __device__ inline void see_new_map(const u8* map) {
 #endif
 }
 
-// What is past the matrix's end reads as zero. Weights are read once a token: they are the first to leave the second-level
-// cache, so that norms, copy maps and the cache of a short context stay in it.
+// What is past the matrix's end reads as zero. Weights are read once a token: they are the first to leave the
+// second-level cache, so that norms, copy maps and the cache of a short context stay in it.
 __device__ inline void copy_box(u32 to, const u8* map, int column, int item, u32 barrier) {
 #if COPIES_IN_BULK
     asm volatile(
@@ -111,9 +110,9 @@ struct Part {
     }
 };
 
-// A block's ring of `num_slots` boxes of four items each, in shared memory. A box: word rows of its items, then their scale
-// rows; of gate and up the rows of the one and of the other in turn. How it is gathered from the matrix is in the matrix's
-// copy map. A box is full when its bytes have landed, and empty when its items have been taken.
+// A block's ring of `num_slots` boxes of four items each, in shared memory. A box: word rows of its items, then their
+// scale rows; of gate and up the rows of the one and of the other in turn. How it is gathered from the matrix is in the
+// matrix's copy map. A box is full when its bytes have landed, and empty when its items have been taken.
 template <typename Weights>
 struct Ring {
     static constexpr int kWords = Weights::kWordsPerGroup;
@@ -138,10 +137,11 @@ struct Ring {
     // All of a block's weights in the order of their use, by one thread. `order` is the host's list (token_cuts.py's
     // `copy_order`): how many boxes a layer and in lm_head, then those boxes; a layer's are the same for every layer.
     //
-    // While blocks sum no more boxes are on their way than `most_while_summing`. A warp that waits for a box must find the
-    // slot's box before it landed, or it would take that one's turn of the barrier for its own; boxes may land in another
-    // order than they were asked for. When a box is asked for, those `most_while_summing` before it have landed, so the
-    // host keeps that and the boxes a warp passes over between two of its own within `num_slots` (`most_on_their_way`).
+    // While blocks sum no more boxes are on their way than `most_while_summing`. A warp that waits for a box must find
+    // the slot's box before it landed, or it would take that one's turn of the barrier for its own; boxes may land in
+    // another order than they were asked for. When a box is asked for, those `most_while_summing` before it have
+    // landed, so the host keeps that and the boxes a warp passes over between two of its own within `num_slots`
+    // (`most_on_their_way`).
     __device__ void copy_all(const u8* copy_maps, const u32* order, int num_layers, int most_while_summing,
                              const volatile int* is_summing) const {
         const int of_layer = order[0];

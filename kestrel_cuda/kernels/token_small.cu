@@ -12,6 +12,7 @@
 #include "copy_engine.cuh"
 #include "token_ring.cuh"
 #include "token_boxes.cuh"
+#include "token_slice.cuh"
 #include "token_sums.cuh"
 #include "token_state.cuh"
 #include "token_inputs.cuh"

@@ -1,5 +1,6 @@
-// Words that carry a flag beside their data, by which the blocks of one launch hand values to one another: 32 bits each,
-// stored and loaded together. A reader polls the data itself. Knows nothing of what is handed on.
+// Words that carry a flag beside their data, by which the blocks of one launch hand values to one another: 32 bits of
+// either, or 96 of data, stored and loaded together. A reader polls the data itself. Knows nothing of what is handed
+// on.
 
 __device__ inline void publish(u64* to, u32 data, u32 epoch) {
     asm volatile("{ .reg .b64 word; mov.b64 word, {%1, %2}; st.relaxed.gpu.global.b64 [%0], word; }" ::"l"(to), "r"(data),
@@ -26,6 +27,28 @@ struct Word {
 
     // None is written again before everyone has read it, and one that was not written for long has some older flag.
     __device__ bool is_of(u32 epoch) const { return flag == epoch; }
+};
+
+// Three words of data with one flag.
+struct __align__(16) WideWord {
+    u32 data[3], flag;
+
+    __device__ void publish(WideWord* to) const {
+        asm volatile(
+            "{ .reg .b64 low, high; .reg .b128 word; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};"
+            " mov.b128 word, {low, high}; st.relaxed.gpu.global.b128 [%0], word; }" ::"l"(to),
+            "r"(data[0]), "r"(data[1]), "r"(data[2]), "r"(flag)
+            : "memory");
+    }
+
+    __device__ void load(const WideWord* from) {
+        asm volatile(
+            "{ .reg .b64 low, high; .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%4]; mov.b128 {low, high}, word;"
+            " mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+            : "=r"(data[0]), "=r"(data[1]), "=r"(data[2]), "=r"(flag)
+            : "l"(from)
+            : "memory");
+    }
 };
 
 // The projections of a row as flagged words.
@@ -70,16 +93,21 @@ struct FlaggedSplits {
     }
 };
 
-// Activation codes as flagged words: four codes a word, and a word for each scale.
+// Activation codes as flagged words: eight of four codes and the scale are three wide ones.
+constexpr int kWordsOfGroup = 3;
+
 struct FlaggedCodes {
-    u64 *codes, *scales;
+    WideWord* words;
     u32 epoch;
 
     __device__ void put(int group, int code, float scale) const {
         const u32 byte = code & 0xff, lane = this_thread() % kWarp;
         const u32 pair = byte | __shfl_down_sync(0xffffffffu, byte, 1) << 8;
-        const u32 word = pair | __shfl_down_sync(0xffffffffu, pair, 2) << 16;
-        if (lane % 4 == 0) publish(codes + group * (kGroup / 4) + lane / 4, word, epoch);
-        if (lane == 0) publish(scales + group, scale, epoch);
+        const u32 four = pair | __shfl_down_sync(0xffffffffu, pair, 2) << 16;
+        WideWord word = {{}, epoch};
+#pragma unroll
+        for (int i = 0; i < 3; ++i) word.data[i] = __shfl_sync(0xffffffffu, four, lane * 12 + i * 4);
+        if (lane == kWordsOfGroup - 1) word.data[2] = __float_as_uint(scale);
+        if (lane < kWordsOfGroup) word.publish(words + group * kWordsOfGroup + lane);
     }
 };

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kestrel_cuda.backends.operands import TokenShape
 from kestrel_cuda.checkpoint.names import linear_shape
 from kestrel_cuda.config import ModelConfig, Quant, TextConfig
 from kestrel_cuda.quant.grouped import scheme_for
@@ -53,6 +54,14 @@ class DecoderWeights:
     def layouts(self) -> Iterator[SlabLayout]:
         yield from self.layers
         yield self.lm_head
+
+    def token_shape(self, text: TextConfig) -> TokenShape | None:
+        """What decides which kernels take a whole token; None where projections are not fused."""
+        if len(self.qkv.parts) > 1 or len(self.gate_up.parts) > 1:
+            return None
+        queries_per_kv = text.num_heads // text.num_kv_heads
+        geometry = self.lm_head.entries[0].geometry
+        return TokenShape(self.layers[0].geometry, geometry, text.num_layers, text.head_dim, queries_per_kv)
 
 
 def plan_weights(config: ModelConfig, quant: Quant, stored: StoredElement) -> DecoderWeights:

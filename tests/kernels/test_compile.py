@@ -58,7 +58,7 @@ ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loa
     ]
 
 
-SPILLS = {"decode_token_int8_128_boxed": 20}
+SPILLS = {"decode_token_int4_128_boxed": 28, "decode_token_int8_128_boxed": 28}
 """Bytes written and read. What a token's warps, of 112 registers, spill does not stay in what is left of the
 first-level cache: 24 to 32 bytes of stack a thread cost 8 % of a token."""
 

@@ -95,6 +95,8 @@ class TestSizes:
             ("token_cuts.MOST_SLOTS", "token_int8_boxed", "kMostSlots"),
             ("token_cuts.MOST_KV_SLOTS", "token_int8_boxed", "kMostKvSlots"),
             ("token_cuts.LEAST_KV_SLOTS", "token_int8_boxed", "kSubtiles"),
+            ("token_cuts.SLICE_CHANNELS", "token_int8_one_split", "kGroup"),
+            ("token_cuts.SLICE_QUERIES", "token_int8_one_split", "kSliceQueries"),
             ("cuda_vision.ROW_WARPS", "vision", "kRowWarps"),
             ("cuda_vision.VALUE_THREADS", "vision", "kValueThreads"),
             ("cuda_vision.TILE_M", "vision_linear", "kTileM"),
@@ -352,3 +354,13 @@ def test_shared_memory_is_what_the_kernels_lay_out(launched: FakeLibrary) -> Non
         assert token_cuts.few_weights_bytes(d, group) == few_weights_bytes(token) + parts_bytes
         merge_bytes = struct_bytes(token, "MergeRoom", d) + 16 * constants(token)["kMergedSplits"]
         assert merge_bytes <= few_weights_bytes(token), "splits are merged where weights were"
+
+    c = constants("token_int8_one_split")
+    row = c["kSwizzledRow"] * (d := token_cuts.BOXED_HEAD_DIM) // c["kPanelChannels"]
+    assert token_cuts.boxes_of("boxed", d) == token_cuts.KvBoxes(c["kSubtile"] * row, c["kSubtiles"], c["kMostKvSlots"])
+    slice_bytes = c["kSubtile"] * (row + c["kSliceRow"])
+    assert token_cuts.boxes_of("one_split", d) == token_cuts.KvBoxes(slice_bytes, c["kSubtiles"], c["kSubtiles"])
+    assert c["kWordsOfGroup"] * 16 == cuda_token.GROUP_WORDS * 8
+    laid_out = {name: struct_bytes("token_int8_one_split", name, d) for name in ("SliceWeights", "SliceQueries")}
+    assert laid_out["SliceWeights"] <= token_cuts.few_weights_bytes(d, 1)
+    assert laid_out["SliceQueries"] + 2 * d <= token_cuts.few_queries_bytes(d)

@@ -3,30 +3,32 @@ which order their boxes are copied."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from kestrel_cuda.backends.operands import DeviceWeight
+from kestrel_cuda.backends.operands import TokenShape
 from kestrel_cuda.backends.token_cuts import (
     BOX_ITEMS,
     COLUMNS,
     ENOUGH_ON_THEIR_WAY,
     ITEM_BIT,
     KIND_BIT,
-    LEAST_KV_SLOTS,
-    MOST_KV_SLOTS,
+    LEAST_ON_THEIR_WAY,
     MOST_ON_THEIR_WAY,
     MOST_SETS_AT_ONCE,
     MOST_SLOTS,
     WARPS,
     Cut,
+    boxes_of,
     copy_order,
     cut_gate_up,
     cut_token,
-    kv_slot_bytes,
+    forms_of,
     least_work_bytes,
     most_on_their_way,
-    ring_slots,
+    rings_of,
     slot_bytes,
     table_bytes,
 )
@@ -51,12 +53,17 @@ pytestmark = [
 
 
 @pytest.fixture
-def cuts(element: Element, name: str) -> list[Cut]:
-    """Of the joint projection, o, gate and up, down, and lm_head."""
+def shape(element: Element, name: str) -> TokenShape:
     hidden, attended, joint, products = SHAPES[name]
     shapes = ((hidden, joint), (attended, hidden), (hidden, 2 * products), (products, hidden), (hidden, VOCABULARY))
-    weights = [DeviceWeight(PackedGeometry(element, k, n, 32), None, None) for k, n in shapes]
-    return cut_token(weights[:4], weights[4], MULTIPROCESSORS)
+    *layer, lm_head = (PackedGeometry(element, k, n, 32) for k, n in shapes)
+    return TokenShape(tuple(layer), lm_head, LAYERS, HEAD_DIM, QUERIES_PER_KV)
+
+
+@pytest.fixture
+def cuts(shape: TokenShape) -> list[Cut]:
+    """Of the joint projection, o, gate and up, down, and lm_head."""
+    return cut_token(shape.layer, shape.lm_head, MULTIPROCESSORS)
 
 
 def test_every_column_and_piece_is_in_one_item(cuts: list[Cut]) -> None:
@@ -92,28 +99,43 @@ def test_enough_boxes_are_on_their_way(cuts: list[Cut], element: Element) -> Non
         assert on_their_way <= fewer - max(cut.most_ahead(MULTIPROCESSORS) for cut in cuts)
 
 
-def test_keys_and_values_are_copied_where_weights_leave_room(cuts: list[Cut], element: Element, name: str) -> None:
-    """Of real checkpoints: 2B, and what has four bits of 4B and 8B. The ring of weights alone always fits."""
+@pytest.mark.parametrize("form", ["boxed", "one_split", "held"])
+def test_rings_fit_in_what_a_block_has(
+    shape: TokenShape, cuts: list[Cut], element: Element, name: str, form: str
+) -> None:
+    """Of real checkpoints there is room for keys and values in 2B, and in what has four bits of 4B and 8B. The ring of
+    weights alone always fits."""
     fixed = table_bytes(cuts, LAYERS, MULTIPROCESSORS, HEAD_DIM) + least_work_bytes(cuts, HEAD_DIM, QUERIES_PER_KV)
-    room_bytes = BLOCK_SHARED_BYTES - STATIC_BYTES - fixed
-    held, boxed = (
-        ring_slots(room_bytes, cuts, element, HEAD_DIM, MULTIPROCESSORS, is_boxed=is_boxed)
-        for is_boxed in (False, True)
-    )
-    assert held == (min(MOST_SLOTS, num_slots(cuts, element)), 0)
-    assert (boxed is None) == (name in ("4b", "8b") and element is Element.INT8)
-    if boxed is not None:
-        slots, kv_slots = boxed
-        assert LEAST_KV_SLOTS <= kv_slots <= MOST_KV_SLOTS
-        assert most_on_their_way(cuts, slots, MULTIPROCESSORS) >= ENOUGH_ON_THEIR_WAY
-        assert slots * slot_bytes(element) + kv_slots * kv_slot_bytes(HEAD_DIM) <= room_bytes
-    assert ring_slots(3 * slot_bytes(element), cuts, element, HEAD_DIM, MULTIPROCESSORS, is_boxed=False) is None
+    dynamic_bytes = BLOCK_SHARED_BYTES - STATIC_BYTES
+    kv, rings = boxes_of(form, HEAD_DIM), rings_of(form, shape, MULTIPROCESSORS, dynamic_bytes)
+    assert (rings is None) == (form != "held" and name in ("4b", "8b") and element is Element.INT8)
+    if rings is not None:
+        assert (rings.cuts, rings.kv) == (cuts, kv)
+        assert kv.least_slots <= rings.num_kv_slots <= kv.most_slots
+        assert fixed + rings.num_slots * slot_bytes(element) + rings.num_kv_slots * kv.slot_bytes <= dynamic_bytes
+        least = ENOUGH_ON_THEIR_WAY if rings.num_kv_slots else LEAST_ON_THEIR_WAY
+        assert most_on_their_way(cuts, rings.num_slots, MULTIPROCESSORS) >= least
+    if form == "held":
+        assert rings is not None
+        assert rings.num_slots == min(MOST_SLOTS, num_slots(cuts, element))
+    assert rings_of(form, shape, MULTIPROCESSORS, fixed + 3 * slot_bytes(element)) is None
+
+
+def test_which_forms_take_a_token(shape: TokenShape, element: Element, name: str) -> None:
+    def forms(**changes: int) -> list[str]:
+        return forms_of(replace(shape, **changes), MULTIPROCESSORS, BLOCK_SHARED_BYTES - STATIC_BYTES)
+
+    has_room = name not in ("4b", "8b") or element is Element.INT4
+    assert forms() == (["boxed", "one_split"] if has_room else ["held"])
+    # Attention to more queries a kv head needs more room; of more than eight no slices are made.
+    assert "one_split" not in forms(queries_per_kv=9)
+    assert forms(head_dim=64) == ["held"]
+    assert forms_of(shape, MULTIPROCESSORS, 64 << 10) == []
 
 
 def test_no_warp_passes_over_more_boxes_than_is_reckoned_with(cuts: list[Cut]) -> None:
     """Of a stage, a warp takes items w, w + 16, ... of each set; boxes are counted from the stage's first."""
-    of_few_items = DeviceWeight(PackedGeometry(Element.INT8, 1024, 2 * 4608, 32), None, None)
-    halves_of_few_items = cut_gate_up(of_few_items, MULTIPROCESSORS)
+    halves_of_few_items = cut_gate_up(PackedGeometry(Element.INT8, 1024, 2 * 4608, 32), MULTIPROCESSORS)
     assert halves_of_few_items.num_halved
     assert halves_of_few_items.num_pieces < WARPS
     for cut in (*cuts, halves_of_few_items):
@@ -167,7 +189,7 @@ def test_sets_are_halved_where_there_are_two_blocks_for_each(cuts: list[Cut], na
     assert (gate_up.num_sets - gate_up.num_halved) % MULTIPROCESSORS == 0 or not gate_up.num_halved
     assert not any(cut.num_halved for cut in cuts if not cut.gate_up)
     for num_blocks in (1, 7, gate_up.num_sets, gate_up.num_sets + 1):
-        few = cut_gate_up(DeviceWeight(PackedGeometry(Element.INT8, 2048, gate_up.n, 32), None, None), num_blocks)
+        few = cut_gate_up(PackedGeometry(Element.INT8, 2048, gate_up.n, 32), num_blocks)
         left_over = few.num_sets % num_blocks
         assert few.num_halved in (0, left_over)
         assert few.num_halved == 0 or num_blocks < few.num_sets

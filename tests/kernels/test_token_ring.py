@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 
-from kestrel_cuda.backends.operands import DeviceWeight
 from kestrel_cuda.backends.token_cuts import (
     BOX_ITEMS,
     LEAST_ON_THEIR_WAY,
@@ -35,8 +34,8 @@ VOCABULARY, NUM_BLOCKS, NUM_LAYERS = 20000, 132, 2
 def cuts_of(name: str) -> list[Cut]:
     hidden, attended, joint, products = SHAPES[name]
     shapes = ((hidden, joint), (attended, hidden), (hidden, 2 * products), (products, hidden), (hidden, VOCABULARY))
-    weights = [DeviceWeight(PackedGeometry(Element.INT8, k, n, 32), None, None) for k, n in shapes]
-    return [replace(cut, sets_at_once=2) for cut in cut_token(weights[:4], weights[4], NUM_BLOCKS)]
+    *layer, lm_head = (PackedGeometry(Element.INT8, k, n, 32) for k, n in shapes)
+    return [replace(cut, sets_at_once=2) for cut in cut_token(layer, lm_head, NUM_BLOCKS)]
 
 
 def blocks(name: str, most: int, *, slots_less: int = 0) -> list[Block]:

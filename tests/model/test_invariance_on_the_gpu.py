@@ -20,6 +20,33 @@ N, CTX = 6, 32
 Load = Callable[..., Engine]
 
 
+def assert_whole_tokens_have_the_same_bits(
+    load_on_gpu: Load, model: Path, prompts: dict[int, int], *, quant: Quant, ctx: int
+) -> Engine:
+    """Answers of so many tokens behind prompts of so many, in one launch a token and in many. The engine with one."""
+    engine = load_on_gpu(model, quant=quant, keep=0, ctx=ctx)
+    answers = {n: generate(engine, random_ids(n, seed=n), num_tokens) for n, num_tokens in prompts.items()}
+    assert engine._model is not None
+    if not engine._model.has_whole_token:
+        pytest.skip("this card takes a token in several launches")
+    in_many = load_on_gpu(model, quant=quant, keep=0, ctx=ctx, whole_token=False)
+    for n, whole in answers.items():
+        assert_bytes_moved(engine, whole)
+        many = generate(in_many, random_ids(n, seed=n), prompts[n])
+        assert_same_bits(many, whole)
+        assert_bytes_moved(in_many, many)
+    assert in_many._model is not None
+    assert not in_many._model.has_whole_token
+    return engine
+
+
+def forms_of(engine: Engine) -> tuple[str, ...]:
+    """Of the kernel that takes a token: for a context of one split, and for longer ones."""
+    token = engine._model._whole_token  # type: ignore[union-attr]
+    launches = (token._of_one_split, token._of_many)  # type: ignore[union-attr]
+    return tuple(launch.func.signature.name.split("_", 4)[-1] for launch in launches)
+
+
 class TestOnTheGpu:
     """What only a device can show."""
 
@@ -78,19 +105,28 @@ class TestOnTheGpu:
         groups of channels to merge than blocks (192-groups)."""
         sizes = {"num_kv_heads": 2} | sizes
         model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, **sizes)
-        prompt = random_ids(240, seed=6)
-        engine = load_on_gpu(model, quant=quant, keep=0, ctx=300)
-        whole = generate(engine, prompt, 40)
-        assert engine._model is not None
-        if not engine._model.has_whole_token:
-            pytest.skip("this card takes a token in several launches")
-        assert_bytes_moved(engine, whole)
-        in_many = load_on_gpu(model, quant=quant, keep=0, ctx=300, whole_token=False)
-        many = generate(in_many, prompt, 40)
-        assert_same_bits(many, whole)
-        assert_bytes_moved(in_many, many)
-        assert in_many._model is not None
-        assert not in_many._model.has_whole_token
+        engine = assert_whole_tokens_have_the_same_bits(load_on_gpu, model, {240: 40}, quant=quant, ctx=300)
+        of_one_split, of_many = forms_of(engine)
+        if sizes["head_dim"] == 128 and sizes["num_heads"] // sizes["num_kv_heads"] <= token_cuts.SLICE_QUERIES:
+            assert (of_one_split, of_many) == ("one_split", "boxed")
+        else:
+            assert of_one_split == of_many
+
+    @pytest.mark.parametrize("queries_per_kv", [1, 3, 4, 8])
+    @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
+    def test_a_split_that_blocks_share(
+        self, load_on_gpu: Load, tmp_path: Path, quant: Quant, queries_per_kv: int
+    ) -> None:
+        """kernels/token_slice.cuh at every number of slots up to 256, from the first token on."""
+        sizes = {"hidden_size": 256, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 256}
+        model = make_tiny_checkpoint(
+            tmp_path / "m", num_layers=3, with_vision=False, num_heads=2 * queries_per_kv, **sizes
+        )
+        prompts = {1: 70, 70: 70, 139: 70, 200: 57}
+        engine = assert_whole_tokens_have_the_same_bits(load_on_gpu, model, prompts, quant=quant, ctx=260)
+        # Weights of eight bits and what eight queries make leave room for keys or for values, not for a split's of both.
+        has_room = quant is Quant.Q4_0 or queries_per_kv < 8
+        assert forms_of(engine) == (("one_split", "boxed") if has_room else ("boxed", "boxed"))
 
     @pytest.mark.parametrize("kv_slots", [8, 5, 4, None], ids=["roomy", "odd", "narrow", "held"])
     @pytest.mark.parametrize("quant", [Quant.Q8_0, Quant.Q4_0])
@@ -102,17 +138,8 @@ class TestOnTheGpu:
         monkeypatch.setattr(token_cuts, "MOST_KV_SLOTS", kv_slots or 0)
         sizes = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 256}
         model = make_tiny_checkpoint(tmp_path / "m", num_layers=3, with_vision=False, **sizes)
-        prompt = random_ids(740, seed=8)
-        engine = load_on_gpu(model, quant=quant, keep=0, ctx=1100)
-        whole = generate(engine, prompt, 100)
-        assert engine._model is not None
-        if not engine._model.has_whole_token:
-            pytest.skip("this card takes a token in several launches")
-        assert_bytes_moved(engine, whole)
-        in_many = load_on_gpu(model, quant=quant, keep=0, ctx=1100, whole_token=False)
-        many = generate(in_many, prompt, 100)
-        assert_same_bits(many, whole)
-        assert_bytes_moved(in_many, many)
+        engine = assert_whole_tokens_have_the_same_bits(load_on_gpu, model, {740: 100}, quant=quant, ctx=1100)
+        assert forms_of(engine) == (("one_split", "boxed") if kv_slots else ("held", "held"))
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_more_splits_than_are_fetched_at_a_time(self, load_on_gpu: Load, tmp_path: Path, head_dim: int) -> None:
@@ -120,17 +147,8 @@ class TestOnTheGpu:
         sizes = {"hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": head_dim, "intermediate_size": 256}
         model = make_tiny_checkpoint(tmp_path / "m", num_layers=2, with_vision=False, **sizes)
         edit_json(model / "config.json", {"text_config.max_position_embeddings": 1 << 15})
-        prompt = random_ids(65 * 256 - 2, seed=7)
-        engine = load_on_gpu(model, quant=Quant.Q8_0, keep=0, ctx=65 * 256 + 8)
-        whole = generate(engine, prompt, 5)
-        assert engine._model is not None
-        if not engine._model.has_whole_token:
-            pytest.skip("this card takes a token in several launches")
-        assert_bytes_moved(engine, whole)
-        in_many = load_on_gpu(model, quant=Quant.Q8_0, keep=0, ctx=65 * 256 + 8, whole_token=False)
-        many = generate(in_many, prompt, 5)
-        assert_same_bits(many, whole)
-        assert_bytes_moved(in_many, many)
+        prompts, ctx = {65 * 256 - 2: 5}, 65 * 256 + 8
+        assert_whole_tokens_have_the_same_bits(load_on_gpu, model, prompts, quant=Quant.Q8_0, ctx=ctx)
 
     def test_an_int8_cache_is_served_in_several_launches(self, load_on_gpu: Load, wide_model: Path) -> None:
         engine = load_on_gpu(wide_model, quant=Quant.Q8_0, kv=KvDtype.Q8, keep=0, ctx=CTX, whole_token=True)
