@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeGuard
 
 from kestrel_cuda.errors import SettingError
 
@@ -182,6 +182,11 @@ DEFAULT_PREFETCH = 2
 CacheBudget = Literal["seeds"] | int | None
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it counts something: a whole number, NumPy's too, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How to run a checkpoint. Raises SettingError when a value is out of range; paths and names may be text.
@@ -217,6 +222,8 @@ class EngineConfig:
         for name in ("model", "strip_cache"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, Path(value))
+            elif not isinstance(value, Path) and (name, value) != ("strip_cache", None):
+                raise SettingError(f"{name} is {value!r}; it takes a path")
         for name, kind in (("quant", Quant), ("kv", KvDtype), ("policy", Policy), ("evict", Evict)):
             value = getattr(self, name)
             if name == "kv" and value is None:
@@ -224,13 +231,18 @@ class EngineConfig:
             if value not in list(kind):
                 raise SettingError(f"{name} is {value!r}; it takes {', '.join(kind)}")
             object.__setattr__(self, name, kind(value))
+        for name in ("lazy", "keep_tower", "whole_token"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise SettingError(f"{name} is {value!r}; it takes True or False")
+        if self.cache_budget not in (None, "seeds") and not is_whole(self.cache_budget):
+            raise SettingError(f"cache_budget is {self.cache_budget!r}; it takes bytes, 'seeds' or None")
         if self.backend not in ("auto", "cuda", "cpu"):
             raise SettingError(f"backend is {self.backend!r}; it takes auto, cuda, cpu")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
                 continue
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            if not is_whole(value) or value < least:
                 raise SettingError(f"{name} is {value!r}; it takes a whole number of at least {least}")
         if self.host_keep and self.strip_cache is None:
             raise SettingError(

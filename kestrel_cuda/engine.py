@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from operator import index
-from typing import Any
+from typing import Any, get_args
 
 from kestrel_cuda.backends import open_backend, open_best_backend
 from kestrel_cuda.backends.base import Backend
@@ -16,9 +15,9 @@ from kestrel_cuda.backends.vision import PixelCodes
 from kestrel_cuda.checkpoint.names import EMBEDDING
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.checkpoint.tensor_file import first_nonfinite_row
-from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant
+from kestrel_cuda.config import EngineConfig, Evict, Policy, Quant, is_whole
 from kestrel_cuda.encode import VisualEncoder
-from kestrel_cuda.errors import InputError, InternalError, SettingError
+from kestrel_cuda.errors import InputError, SettingError, UserError
 from kestrel_cuda.generate import Generation, LogitsWish
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import TextStream, Tokenizer
@@ -41,7 +40,7 @@ from kestrel_cuda.model.visual_rows import EncodedVisuals
 from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.plan import RUN_FLAGS, Flags, Plan, make_plan
 from kestrel_cuda.plan_sizes import most_bytes
-from kestrel_cuda.prompts import PromptEncoder, grids_of
+from kestrel_cuda.prompts import PromptEncoder, grids_of, whole_ids
 from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport, PlanReport
 from kestrel_cuda.residency.store import WeightStore
@@ -135,8 +134,9 @@ class Engine:
         Raises SettingError for a context without slots, DeviceError when the plan does not fit, CheckpointError when a
         weight cannot be quantized.
         """
-        if ctx < 1 or (num_prompt is not None and num_prompt < 0):
-            raise SettingError(f"ctx is {ctx} and num_prompt {num_prompt}; a context has at least one slot")
+        for name, value, least in (("ctx", ctx, 1), ("num_prompt", 0 if num_prompt is None else num_prompt, 0)):
+            if not is_whole(value) or value < least:
+                raise SettingError(f"{name} is {value!r}; it takes a whole number of at least {least}")
         started = time.perf_counter()
         if self.plan is not None:
             self.unload()
@@ -188,7 +188,7 @@ class Engine:
         report = self._plan_report(weights, window)
         warnings += report.warnings
         if on_plan is not None:
-            on_plan(report)
+            on_plan(replace(report, notes=tuple(notes), warnings=tuple(warnings)))
         element = _ELEMENTS.get(config.quant)
         prepared = backend.prepare_steps(
             quantized=quantized,
@@ -243,7 +243,7 @@ class Engine:
         self.checkpoint.check_unchanged()
         self._load_ms = (time.perf_counter() - started) * 1e3
         return LoadReport(
-            **vars(report) | {"warnings": tuple(warnings)},
+            **vars(report) | {"notes": tuple(notes), "warnings": tuple(warnings)},
             model=str(config.model),
             num_weights=store.num_weights,
             quant=weights.quant_by_class,
@@ -252,7 +252,6 @@ class Engine:
             eos_ids=self.end_ids,
             template_source=self.chat.source if self.chat else None,
             load_ms=self._load_ms,
-            notes=tuple(notes),
         )
 
     def _plan_report(self, weights: DecoderWeights, window: ResidencyWindow | None) -> PlanReport:
@@ -282,7 +281,7 @@ class Engine:
         DeviceError when it does not fit.
         """
         if self._store is None or self._model is None or self.backend is None or self.plan is None:
-            raise InternalError("set_window() was called before load()")
+            raise UserError("set_window() was called before load()")
         if self._sequence is not None:
             self._sequence.let_go()
         loaded = self.plan
@@ -328,10 +327,10 @@ class Engine:
     ) -> Generation:
         """A greedy continuation of `prompt_ids`, started when it is iterated.
 
-        Raises InputError for fewer than one new token, an empty prompt, one that the loaded context cannot hold with an
-        id after it, one with an id that the vocabulary does not have, one whose image and video tokens are not those of
-        `encoded`, or `encoded` that was freed or that another load made. Without `encoded` such tokens are like others:
-        an answer may hold them, and be continued.
+        Raises UserError before `load()`, and InputError for fewer than one new token, an empty prompt, one that the
+        loaded context cannot hold with an id after it, one with an id that the vocabulary does not have, one whose
+        image and video tokens are not those of `encoded`, or `encoded` that was freed or that another load made.
+        Without `encoded` such tokens are like others: an answer may hold them, and be continued.
         """
         if (
             self._model is None
@@ -340,10 +339,12 @@ class Engine:
             or self.backend is None
             or self.plan is None
         ):
-            raise InternalError("generate() was called before load()")
-        ids = [index(token_id) for token_id in prompt_ids]
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; at least one is needed")
+            raise UserError("generate() was called before load()")
+        ids = whole_ids(prompt_ids)
+        if not is_whole(max_new_tokens) or max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens!r}; a whole number of at least 1 is needed")
+        if logits not in get_args(LogitsWish):
+            raise InputError(f"logits is {logits!r}; it takes {', '.join(get_args(LogitsWish))}")
         self._prompts.check_room(ids, self.plan.ctx)
         if encoded is not None:
             encoded.check_held(self.backend)
@@ -385,7 +386,7 @@ class Engine:
     def flip_host_bit(self, layer: int) -> None:
         """Damage the host copy of a layer, so that a check can show that it notices."""
         if self._store is None:
-            raise InternalError("flip_host_bit() was called before load()")
+            raise UserError("flip_host_bit() was called before load()")
         self._store.flip_host_bit(layer)
 
     def _opened_backend(self) -> Backend:

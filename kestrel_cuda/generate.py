@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kestrel_cuda.backends.base import Backend
 from kestrel_cuda.backends.operands import Array
 from kestrel_cuda.checkpoint.reader import Checkpoint
-from kestrel_cuda.errors import CheckpointError, InternalError
+from kestrel_cuda.errors import CheckpointError, UserError
 from kestrel_cuda.inputs.tokenizer import TextStream
 from kestrel_cuda.model.prompt_positions import VisualSpan, position_delta, prompt_positions
 from kestrel_cuda.model.sequence import DeviceSequence
@@ -120,12 +120,12 @@ class Generation:
         was. That is looked at before each: the system ends a process that reads where a mapped file is no more.
 
         What has been submitted when this ends, however it ends, is dropped: the next prompt is laid down behind it.
-        Raises InternalError when it is iterated a second time, or goes on after the engine has begun another answer,
+        Raises UserError when it is iterated a second time, or goes on after the engine has begun another answer,
         laid another window, loaded anew or been closed, and when it begins after the last three; InputError when its
         pictures' features were given back.
         """
         if self._position:
-            raise InternalError("an answer is iterated once; ask the engine for another")
+            raise UserError("an answer is iterated once; ask the engine for another")
         if self._stop_reason is not None:
             return
         before, hidden_sk = self._prefill()
@@ -164,9 +164,9 @@ class Generation:
             self._stop_reason = "error"
 
     def report(self) -> RunReport:
-        """What the run did. Raises InternalError while it is still going."""
+        """What the run did. Raises UserError while it is still going."""
         if self._stop_reason is None:
-            raise InternalError("a report was asked for before the run had stopped")
+            raise UserError("a report was asked for before the run had stopped")
         tail = self._stream.finish()
         if tail:
             self._text.append(tail)
@@ -189,7 +189,7 @@ class Generation:
 
     def _prefill(self) -> tuple[Any, Array | None]:
         if self._sequence.turn != self._turn:
-            raise InternalError("an answer cannot begin: its engine laid another window, was loaded anew, or closed")
+            raise UserError("an answer cannot begin: its engine laid another window, was loaded anew, or closed")
         backend, model, total = self._backend, self._model, len(self._prompt_ids)
         if self._encoded is not None:
             self._encoded.check_held(backend)
@@ -286,7 +286,7 @@ class Generation:
 
     def _check_held(self) -> None:
         if not self._sequence.is_held_by(self):
-            raise InternalError("an answer cannot go on: its engine has begun another, was loaded anew, or closed")
+            raise UserError("an answer cannot go on: its engine has begun another, was loaded anew, or closed")
 
     def _check_source(self) -> None:
         if self._read_on is not None:

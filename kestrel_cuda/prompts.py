@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from kestrel_cuda.checkpoint.reader import Checkpoint
+from kestrel_cuda.config import is_whole
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs.chat import chat_pieces, encode_pieces
+from kestrel_cuda.inputs.messages import check_turns
 from kestrel_cuda.inputs.placeholders import Piece, expand
 from kestrel_cuda.inputs.template import ChatTemplate
 from kestrel_cuda.inputs.tokenizer import Tokenizer
@@ -46,20 +49,24 @@ class PromptEncoder:
                 f"{shown_path(self.checkpoint.path)} has no chat template (chat_template.jinja, chat_template.json or "
                 "tokenizer_config.json); use --raw to give the prompt as it is"
             )
+        check_turns(messages)
         pieces = chat_pieces(self.chat, self.tokenizer, messages)
         advice = "pictures belong to the user's messages, and the template has to be that of the original checkpoint"
         return self._encode(pieces, visuals, f"the chat template ({self.chat.source})", advice)
 
     def encode_raw(self, text: str, visuals: Sequence[OpenedVisual]) -> list[int]:
         """Ids of text, added tokens included. Raises InputError unless it has a place for each picture and no more."""
+        if not isinstance(text, str):
+            raise InputError(f"the raw prompt is {text!r}; text is needed")
         advice = "write <|vision_start|><|image_pad|><|vision_end|> where a picture belongs (<|video_pad|> for a video)"
         return self._encode(self.tokenizer.split(text), visuals, "the raw prompt", advice)
 
     def check_ids(self, ids: Sequence[int], visuals: Sequence[OpenedVisual]) -> list[int]:
         """`ids` as they are. Raises InputError for one that the vocabulary does not have, and for picture tokens that
         are not those of `visuals`."""
-        self.check_range(ids)
-        return self._placed(list(ids), visuals)
+        checked = whole_ids(ids)
+        self.check_range(checked)
+        return self._placed(checked, visuals)
 
     def check_range(self, ids: Sequence[int]) -> None:
         """Raises InputError for an id that the vocabulary does not have."""
@@ -102,3 +109,12 @@ class PromptEncoder:
 
 def grids_of(visuals: Sequence[OpenedVisual]) -> list[Visual]:
     return [Visual(visual.kind, visual.size.grid_thw) for visual in visuals]
+
+
+def whole_ids(ids: Iterable[int]) -> list[int]:
+    """Ids as Python's own whole numbers, NumPy's too. Raises InputError for what is none."""
+    found = list(ids)
+    for token_id in found:
+        if not is_whole(token_id):
+            raise InputError(f"a token id is {token_id!r}; whole numbers are needed")
+    return [index(token_id) for token_id in found]

@@ -27,6 +27,7 @@ class PlanReport:
 
     `kv_bytes_per_slot` is what a token of context takes in the key-value cache over all layers, scales counted in: a
     later token reads that much of it. `host_copy_bytes` is what packed weights take in host memory beside the device.
+    `notes` are one-line facts worth saying.
     """
 
     backend: str
@@ -40,12 +41,13 @@ class PlanReport:
     embeddings_on: Literal["device", "host"]
     planned_device_bytes: int
     host_copy_bytes: int
+    notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport(PlanReport):
-    """The plan, and what loading found; `notes` are one-line facts worth saying."""
+    """The plan, and what loading found."""
 
     model: str
     num_weights: int
@@ -55,7 +57,6 @@ class LoadReport(PlanReport):
     eos_ids: tuple[int, ...]
     template_source: str | None
     load_ms: float
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

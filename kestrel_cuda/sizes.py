@@ -25,6 +25,10 @@ _MOST_BYTES = (1 << 63) - 1  # an int64's, which every interface below counts in
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
+_FEWEST_BARE_BYTES = 1 << 16
+"""Of what is written without a unit: nothing here is asked for fewer."""
+
+
 class TooLarge(ValueError):
     """A number beyond what anything here can count; the message goes on from "... holds ..., "."""
 
@@ -44,6 +48,8 @@ def parse_size(text: str) -> int:
     num_bytes = int(exact)
     if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size above zero")
+    if not match[2] and (num_bytes != exact or num_bytes < _FEWEST_BARE_BYTES):
+        raise ValueError(f"{text!r} lacks a unit; write a number with one, like {match[1]}GiB")
     return num_bytes
 
 

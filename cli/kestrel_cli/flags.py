@@ -220,7 +220,8 @@ PrefillChunk = Annotated[
     typer.Option(
         "--prefill-chunk",
         metavar="N",
-        help="Prompt tokens computed at a time.  [default: what fits, up to 2048, in a window 5632; on the CPU 512]",
+        help="Prompt tokens computed at a time; on the CPU, and there alone, logits differ by roundings with it.  "
+        "[default: what fits, up to 2048, in a window 5632; on the CPU 512]",
     ),
 ]
 

@@ -18,13 +18,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def check_writable(path: Path, read: Iterable[tuple[str, os.stat_result]] = ()) -> None:
+def check_writable(
+    path: Path, read: Iterable[tuple[str, os.stat_result]] = (), strip_cache: Path | None = None
+) -> None:
     """Refuse a path that cannot be written, before a run is spent on it. Raises SettingError.
 
-    `read` are files that the run reads, each with what names it: none of them is written over.
+    `read` are files that the run reads, each with what names it: none of them is written over. Nothing is written among
+    packed weights, in a folder of `strip_cache`.
     """
     with _refusing(path):
         target = _target(path)
+        if strip_cache is not None and _target(strip_cache) in target.parent.parents:
+            raise SettingError(
+                f"--logits {shown_path(path)}: a folder of packed weights (--strip-cache), which holds nothing else; "
+                "give another path"
+            )
         if target.exists():
             if not target.is_file():
                 raise SettingError(

@@ -5,6 +5,7 @@ Knows what a closed pipe or a full disk does to a stream; knows nothing of what 
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -110,14 +111,29 @@ def discard(stream: TextIO) -> None:
 
 def _write(stream: TextIO, text: str) -> None:
     try:
-        stream.write(text)
-        stream.flush()
+        # Typed as buffered, which it is not where PYTHONUNBUFFERED is set.
+        raw: object = getattr(stream, "buffer", None)
+        if isinstance(raw, io.RawIOBase):
+            _write_all(raw, text.encode(stream.encoding, stream.errors or "strict"))
+        else:
+            stream.write(text)
+            stream.flush()
     except BrokenPipeError as error:
         discard(stream)
         raise StdoutClosed from error
     except OSError as error:
         discard(stream)
         raise UserError(f"standard output cannot be written: {error.strerror}") from error
+
+
+def _write_all(raw: io.RawIOBase, data: bytes) -> None:
+    """What a disk or a pipe did not take of one write, an unbuffered stream drops in silence."""
+    left = memoryview(data)
+    while left:
+        written = raw.write(left)
+        if written is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        left = left[written:]
 
 
 def one_line(text: str) -> str:

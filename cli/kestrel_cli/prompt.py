@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from select import select
 from typing import BinaryIO
 
 from kestrel_cli import options
@@ -120,6 +121,8 @@ def _names_something(text: str) -> bool:
 def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:
     """A file's text; `-` is standard input, which may then be a terminal."""
     if file == _STDIN:
+        if stdin is None:
+            raise InputError("standard input is closed; pipe text into it, or give the text as an argument or a file")
         return _stdin_text(stdin, say)
     try:
         with file.open("rb") as opened:
@@ -128,18 +131,29 @@ def _file_text(file: Path, stdin: BinaryIO | None, say: Say) -> str:
         raise InputError(f"{shown_path(file)}: cannot be read: {error.strerror}; {_advice(error)}") from error
 
 
-def _stdin_text(stdin: BinaryIO | None, say: Say) -> str:
-    if stdin is None:
-        return ""
+def _stdin_text(stdin: BinaryIO, say: Say) -> str:
     # A pipe that nobody closes is waited for, and whoever waits should know what for.
     say("reading standard input")
     try:
-        # A descriptor that does not block reads as None where nothing has come yet.
-        return decode(stdin.read(MOST_TEXT_BYTES + 1) or b"", "standard input")
+        return decode(_all_of(stdin, MOST_TEXT_BYTES + 1), "standard input")
     except OSError as error:
         raise InputError(
             f"standard input cannot be read: {error.strerror or error}; pipe text into it, or give the prompt in quotes"
         ) from error
+
+
+def _all_of(stream: BinaryIO, most: int) -> bytes:
+    """Up to `most` bytes, to the end: of a descriptor that does not block too, which gives what has come, or None."""
+    data = bytearray()
+    while len(data) < most:
+        part: bytes | None = stream.read(most - len(data))
+        if part is None:
+            select([stream], [], [])
+        elif not part:
+            break
+        else:
+            data += part
+    return bytes(data)
 
 
 def decode(data: bytes, source: str) -> str:

@@ -91,7 +91,8 @@ def answer(given: flags.Given, variables: Mapping[str, str], output: Output) -> 
         prompt = read_prompt(settings, stdin, heard.note, heard.warn)
         logits_path = settings[options.LOGITS]
         if logits_path is not None:
-            logits_file.check_writable(logits_path, files_read(settings, prompt, stdin))
+            read = files_read(settings, prompt, stdin)
+            logits_file.check_writable(logits_path, read, settings[options.STRIP_CACHE])
         with closing(open_engine(options.run_config(settings))) as engine:
             visuals = Visuals.open(engine, prompt.visuals, settings, heard)
             _answer(engine, _encode(engine, prompt, visuals), visuals, settings, screen, heard, output)
@@ -130,7 +131,7 @@ def _answer(
 
     def show_plan(plan: PlanReport) -> None:
         screen.plan_report(plan)
-        heard.add((), plan.warnings)
+        heard.add(plan.notes, plan.warnings)
 
     with screen.progress() as on_progress:
         load = engine.load(

@@ -55,11 +55,16 @@ def _token_id(root: JsonObject, key: str) -> int | None:
 
 def _check_architecture(root: JsonObject) -> None:
     architectures = root.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
+    if architectures is None or architectures == []:
         raise root.missing("architectures")
+    if not isinstance(architectures, list):
+        raise root.wrong("architectures", "a list of names")
     if architectures != [SUPPORTED_ARCHITECTURE]:
         found = printable(", ".join(item if isinstance(item, str) else shown(item) for item in architectures))
-        raise CheckpointError(f"{root.path}: {found} is not supported; supported: {SUPPORTED_ARCHITECTURE}")
+        raise CheckpointError(
+            f"{root.path}: {found} is not supported; supported: {SUPPORTED_ARCHITECTURE}, the "
+            "dense ones (2B, 4B, 8B, 32B)"
+        )
 
 
 def _check_unquantized(section: JsonObject) -> None:

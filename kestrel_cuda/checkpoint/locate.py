@@ -45,7 +45,10 @@ class StoredTensors:
 def check_directory(path: Path) -> None:
     needed = "a directory with config.json and *.safetensors, as on Hugging Face"
     if not is_present(path):
-        raise CheckpointError(f"{shown_path(path)} does not exist; give {needed}")
+        fetched = ""
+        if not path.is_absolute() and len(path.parts) == 2:
+            fetched = f" (hf download {shown_path(path)} --local-dir DIR fetches one of that name)"
+        raise CheckpointError(f"{shown_path(path)} does not exist; give {needed}{fetched}")
     try:
         path.stat()
     except FileNotFoundError as error:

@@ -39,7 +39,11 @@ def check_messages(value: object, where: str = "the conversation") -> list[Messa
     if isinstance(value, dict):
         if value.get("tools"):
             raise InputError(f"{where} gives tools; tools are not supported yet")
-        value = value.get("messages")
+        if "messages" not in value:
+            if "role" in value:
+                raise InputError(f"{where} is one message; put it into a list")
+            raise InputError(f"{where} is an object without messages; a list is needed, or an object with messages")
+        value = value["messages"]
     if not isinstance(value, list):
         raise InputError(f"{where} has {json_kind(value)} for messages; a list is needed, or an object with messages")
     if not value:
@@ -47,6 +51,18 @@ def check_messages(value: object, where: str = "the conversation") -> list[Messa
     for number, message in enumerate(value, start=1):
         _check_message(message, f"{where}: message {number}")
     return value
+
+
+def check_turns(messages: object) -> None:
+    """Raises InputError unless it is a list of messages with a role and with content of text or parts: of other things
+    a template may drop some in silence."""
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"the conversation is {shown(messages)}; a list of at least one message is needed")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InputError(f"message {number} is {shown(message)}; an object with role and content is needed")
+        if not isinstance(message.get("content"), str | list):
+            raise InputError(f"message {number} has content {shown(message.get('content'))}; text or a list is needed")
 
 
 def take_visuals(messages: Sequence[Message], folder: Path) -> tuple[list[Message], tuple[VisualSource, ...]]:

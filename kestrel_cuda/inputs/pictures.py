@@ -158,6 +158,11 @@ def _decoding(path: str, start: bytes) -> Iterator[None]:
             reason = "its header cannot be read"
         else:
             reason = printable(str(error)) or type(error).__name__
+        if "MAX_TEXT" in str(error):
+            raise InputError(
+                f"{shown_path(path)} is {kind or 'a picture'} with more text about itself than is read ({reason}); "
+                "save the picture without it"
+            ) from error
         size = Path(path).stat().st_size
         raise InputError(
             f"{shown_path(path)} is {kind or 'a picture'} that is cut off or damaged ({size} bytes): {reason}; fetch "

@@ -18,6 +18,7 @@ _QWEN_PATTERN = (
 )
 _PROBE = "Ab, 1\n\té世👍"
 _MAX_ID_DIGITS = 9
+_SAMPLE = 512
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -37,6 +38,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     _check_byte_level(tokenizer, path)
     # A means of training: with it, one text is cut in many ways.
     tokenizer.model.dropout = None
+    _check_merges(tokenizer, path)
     return tokenizer
 
 
@@ -98,6 +100,21 @@ def _check_byte_level(tokenizer: Tokenizer, path: Path) -> None:
     if not all(character in alphabet for piece, _ in pieces for character in piece):
         raise CheckpointError(
             f"{shown_path(path)} does not take text apart into bytes (pre_tokenizer ByteLevel); {needed}"
+        )
+
+
+def _check_merges(tokenizer: Tokenizer, path: Path) -> None:
+    """Raise where merges are missing. In a whole tokenizer a token's own text becomes that token; a few that do not are
+    nothing unusual, and of all a sample is asked for."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    merged = [token for token in sorted(vocabulary, key=vocabulary.__getitem__) if len(token) > 1]
+    sample = merged[:: max(1, len(merged) // _SAMPLE)]
+    plain = Tokenizer(tokenizer.model)
+    lost = [token for token, cut in zip(sample, plain.encode_batch(sample), strict=True) if len(cut.ids) != 1]
+    if len(lost) > len(sample) // 16:
+        raise CheckpointError(
+            f"{shown_path(path)}: {len(lost)} of {len(sample)} tokens looked at are made by none of its merges, "
+            f"{printable(repr(lost[0]))} for one; merges are missing: fetch it, or merges.txt beside it, again"
         )
 
 

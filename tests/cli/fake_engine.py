@@ -87,9 +87,9 @@ class FakeEngine:
             on_progress("quantizing", 1, 2)
         warnings = (*self.plan_warnings, "a stray file", "scales rounded to zero: 3")
         return LoadReport(
-            **vars(plan) | {"warnings": warnings}, model=str(self.config.model), num_weights=29,
+            **vars(plan) | {"notes": self.notes, "warnings": warnings}, model=str(self.config.model), num_weights=29,
             quant={"layers": "q8_0"}, dtypes={"bf16": 30}, tied=True, eos_ids=(END_ID,), template_source="test",
-            load_ms=12.5, notes=self.notes,
+            load_ms=12.5,
         )  # fmt: skip
 
     def generate(

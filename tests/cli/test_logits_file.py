@@ -195,6 +195,18 @@ def test_no_file_that_the_run_reads_is_written_over(
         assert kestrel("run", "hi", "--image", "a.png", "-m", "model", "--logits", "model/l.npz").exit_code == 0
 
 
+def test_nothing_is_put_among_packed_weights(tmp_path: Path) -> None:
+    """A folder of them that holds anything else is not built anew."""
+    kept = tmp_path / "strips" / "model-q8_0-1"
+    kept.mkdir(parents=True)
+    with pytest.raises(SettingError, match="a folder of packed weights"):
+        logits_file.check_writable(kept / "new.npz", (), tmp_path / "strips")
+    for elsewhere in (tmp_path / "strips" / "l.npz", tmp_path / "l.npz"):
+        logits_file.check_writable(elsewhere, (), tmp_path / "strips")
+    logits_file.check_writable(kept / "new.npz")
+    assert not list(kept.iterdir())
+
+
 def test_a_variable_that_names_the_picture(kestrel: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"kept")
     variables = {"KESTREL_CUDA_IMAGE": str(tmp_path / "a.png")}

@@ -230,6 +230,26 @@ def test_a_full_disk_is_the_users_to_mend() -> None:
         assert ran.stderr == "kestrel-cuda: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("unbuffered", ["", "PYTHONUNBUFFERED=1"])
+@pytest.mark.parametrize("json", [(), ("--json",)])
+def test_a_disk_that_fills_up_on_the_way(tmp_path: Path, unbuffered: str, json: tuple[str, ...]) -> None:
+    """The last write is taken in part, which an unbuffered stream says nothing of."""
+    file = tmp_path / "answer"
+    script = f'ulimit -f 4; {unbuffered} "$@" --quiet > {file}'
+    ran = shell(script, "run", "hi", *json, "-n", "3", pieces=["x" * 5000])
+    assert ran.returncode == 2
+    assert ran.stderr == "kestrel-cuda: standard output cannot be written: File too large\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "PYTHONUNBUFFERED=1"])
+def test_a_pipe_that_does_not_block(unbuffered: str) -> None:
+    make = "import os, sys; os.set_blocking(1, False); os.execvp(sys.argv[1], sys.argv[1:])"
+    script = f"({unbuffered} {sys.executable} -c '{make}' \"$@\" --quiet; echo rc $? >&2) | (sleep 1; cat)"
+    ran = shell(script, "run", "hi", "-n", "3", pieces=["x" * 100_000])
+    assert ran.stderr.startswith("kestrel-cuda: standard output cannot be written: ")
+    assert ran.stderr.endswith("\nrc 2\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [
@@ -254,6 +274,14 @@ def test_a_closed_standard_error_changes_nothing(script: str) -> None:
     ran = shell(script, "run", "hi", pause_s=0.1)
     assert ran.returncode == 0
     assert ran.stdout == "Hello, wörld\nTOKIDS: 10 11 12 99\n"
+
+
+@pytest.mark.parametrize("arguments", [("-",), ("--prompt-file", "-"), ("--messages", "-")])
+def test_a_closed_standard_input_that_was_asked_for(arguments: tuple[str, ...]) -> None:
+    ran = shell('"$@" <&-', "run", *arguments, "--quiet")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("kestrel-cuda: standard input is closed; pipe text into it")
+    assert ran.stderr.count("\n") == 1
 
 
 def test_a_closed_standard_input_asks_the_built_in_question() -> None:

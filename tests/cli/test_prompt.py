@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from pathlib import Path
+from threading import Thread
 from typing import BinaryIO
 
 import pytest
@@ -116,6 +118,25 @@ def test_only_waiting_is_talked_about() -> None:
     assert said({"prompt": "hi"}, b"not read")[1] == []
     assert said({}, b"hi")[1] == ["reading standard input"]
     assert said({}, None)[1] == [f"no prompt given; asking: {BUILT_IN_QUESTION}"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"prompt": "-"}])
+def test_a_descriptor_that_does_not_block_is_read_to_its_end(flags: dict[str, str | bool]) -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+
+    def write_slowly() -> None:
+        with os.fdopen(write_end, "wb") as pipe:
+            for part in (b"How many ", b"layers?"):
+                time.sleep(0.1)
+                pipe.write(part)
+                pipe.flush()
+
+    writer = Thread(target=write_slowly)
+    writer.start()
+    with os.fdopen(read_end, "rb") as stdin:
+        assert prompt(flags, stdin) == user("How many layers?")
+    writer.join()
 
 
 @pytest.mark.parametrize("flags", [{"prompt": "-"}, {"prompt_file": "-"}])

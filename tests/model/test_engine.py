@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kestrel_cuda.model.weights
-from kestrel_cuda.config import Policy, Quant
+from kestrel_cuda.config import EngineConfig, Policy, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import CheckpointError, DeviceError, InputError, InternalError
+from kestrel_cuda.errors import CheckpointError, DeviceError, InputError, SettingError, UserError
 from kestrel_cuda.generate import LogitsWish
 from scripts.make_tiny_model import TEXT, Tensors, make_t0, make_tiny_checkpoint
 from tests.checkpoints import edit_json, read_tensors
@@ -282,6 +285,39 @@ class TestLoading:
         assert set(report.eos_ids) == {614, 616}
         assert report.planned_device_bytes > 0
 
+    @pytest.mark.parametrize("ids", [[1.5], [True], ["1"], "12", [None]])
+    def test_ids_are_whole_numbers(self, load: Load, t0: Path, ids: Any) -> None:
+        engine = load(t0)
+        engine.load(CTX)
+        for take in (engine.check_ids, partial(engine.generate, max_new_tokens=1)):
+            with pytest.raises(InputError, match=r"a token id is .*; whole numbers are needed"):
+                take(ids)
+        assert engine.check_ids(iter([1, np.int64(2)])) == [1, 2]  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        "wrong", [{"max_new_tokens": 1.5}, {"max_new_tokens": True}, {"max_new_tokens": "3"}, {"logits": "x"}]
+    )
+    def test_what_an_answer_takes_is_checked(self, load: Load, t0: Path, wrong: dict[str, Any]) -> None:
+        engine = load(t0)
+        engine.load(CTX)
+        ((name, value),) = wrong.items()
+        with pytest.raises(InputError, match=f"{name} is {value!r}; "):
+            engine.generate(PROMPT, **{"max_new_tokens": 1} | wrong)
+
+    @pytest.mark.parametrize("ctx", ["5", 5.0, True, 0, None])
+    def test_a_context_is_a_whole_number(self, load: Load, t0: Path, ctx: Any) -> None:
+        with pytest.raises(SettingError, match=f"ctx is {ctx!r}; it takes a whole number of at least 1"):
+            load(t0).load(ctx)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("model", None), ("model", b"/x"), ("strip_cache", 5), ("cache_budget", "x"), ("lazy", "no"),
+         ("whole_token", 1), ("keep_tower", None)],
+    )  # fmt: skip
+    def test_settings_of_another_type_are_refused(self, t0: Path, name: str, value: Any) -> None:
+        with pytest.raises(SettingError, match=f"{name} is {re.escape(repr(value))}; it takes "):
+            EngineConfig(**{"model": t0} | {name: value})
+
     @pytest.mark.parametrize("keep", [4, 5, 99])
     def test_d38_a_keep_above_the_model(self, load: Load, t0: Path, keep: int) -> None:
         report = load(t0, keep=keep).load(CTX)
@@ -300,7 +336,7 @@ class TestLoading:
     def test_a_closed_engine_holds_nothing_and_says_so(self, load: Load, t0: Path) -> None:
         engine = load(t0)
         engine.close()
-        with pytest.raises(InternalError, match="before load"):
+        with pytest.raises(UserError, match="before load"):
             engine.generate(PROMPT, 1)
         engine.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from kestrel_cuda.config import Evict, Policy, Quant
 from kestrel_cuda.engine import Engine
-from kestrel_cuda.errors import CheckpointError, InputError, InternalError
+from kestrel_cuda.errors import CheckpointError, InputError, UserError
 from kestrel_cuda.report import Token
 from scripts.make_tiny_model import TEXT, Tensors, make_chain, make_t0
 from tests.checkpoints import edit_json
@@ -97,7 +97,7 @@ class TestStopping:
         generation = engine.generate(random_ids(6), 9, ignore_eos=True, logits="keep")
         tokens = iter(generation)
         taken = [next(tokens).token_id for _ in range(3)]
-        with pytest.raises(InternalError, match="before the run had stopped"):
+        with pytest.raises(UserError, match="before the run had stopped"):
             generation.report()
         generation.interrupt()
         report = generation.report()
@@ -295,7 +295,7 @@ class TestWhoseTurnItIs:
     ) -> None:
         engine, tokens = begun
         meanwhile(engine)
-        with pytest.raises(InternalError, match="cannot go on"):
+        with pytest.raises(UserError, match="cannot go on"):
             next(tokens)
 
     @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ class TestWhoseTurnItIs:
         """It was asked for before, and would run on what is no more."""
         generation = t0_engine.generate(random_ids(5), 3)
         meanwhile(t0_engine)
-        with pytest.raises(InternalError, match="cannot begin"):
+        with pytest.raises(UserError, match="cannot begin"):
             next(iter(generation))
 
     def test_one_that_is_stopped_before_it_begins(self, t0_engine: Engine) -> None:
@@ -328,7 +328,7 @@ class TestWhoseTurnItIs:
     def test_it_is_iterated_once(self, t0_engine: Engine) -> None:
         generation = t0_engine.generate(random_ids(5), 3)
         list(generation)
-        with pytest.raises(InternalError, match="iterated once"):
+        with pytest.raises(UserError, match="iterated once"):
             next(iter(generation))
 
 

@@ -124,7 +124,7 @@ class TestOnTheGpu:
         )
         prompts = {1: 70, 70: 70, 139: 70, 200: 57}
         engine = assert_whole_tokens_have_the_same_bits(load_on_gpu, model, prompts, quant=quant, ctx=260)
-        # Weights of eight bits and what eight queries make leave room for keys or for values, not for a split's of both.
+        # Weights of eight bits and eight queries leave room for four boxes, but not for those of a slice too.
         has_room = quant is Quant.Q4_0 or queries_per_kv < 8
         assert forms_of(engine) == (("one_split", "boxed") if has_room else ("boxed", "boxed"))
 

@@ -181,6 +181,15 @@ class TestWhatIsSaidBeforeLoading:
         assert vars(plan).items() <= vars(load).items()
         assert (plan.host_copy_bytes > 0) == bool(config.get("keep") or config.get("lazy"))
 
+    def test_what_was_decided_is_said_with_the_plan(self) -> None:
+        whole, _ = self.planned(TINY, keep=0)
+        plan, load = self.planned(TINY, keep=99)
+        assert any("is more than the model's" in warning for warning in plan.warnings)
+        assert set(plan.warnings) <= set(load.warnings)
+        smaller, load = self.planned(TINY, vram_bytes=whole.planned_device_bytes * 4 // 5)
+        assert any("a window of" in note for note in smaller.notes)
+        assert set(smaller.notes) <= set(load.notes)
+
     def test_layers_from_disk(self, tmp_path: Path) -> None:
         whole, _ = self.planned(TINY, keep=2)
         few, _ = self.planned(TINY, keep=2, strip_cache=tmp_path, host_keep=1)

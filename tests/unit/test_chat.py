@@ -324,7 +324,8 @@ def test_conversations_that_are_taken(content: object, wrapped: bool) -> None:
     [
         ([], "chat.json holds no messages"),
         ("Hi", "chat.json has a string for messages"),
-        ({}, "chat.json has null for messages"),
+        ({}, "chat.json is an object without messages; a list is needed"),
+        (user("x")[0], "chat.json is one message; put it into a list"),
         ({"messages": user("x"), "tools": [{}]}, "chat.json gives tools"),
         ([*user("x"), "Hi"], "chat.json: message 2 is a string"),
         ([{"content": "x"}], "chat.json: message 1 has role null"),

@@ -158,6 +158,11 @@ def test_absent_architectures_are_named(config: Path) -> None:
     assert "lacks architectures" in error_of(config)
 
 
+def test_an_architecture_outside_a_list_is_not_called_absent(config: Path) -> None:
+    edit_json(config, {"architectures": "Qwen3VLForConditionalGeneration"})
+    assert 'architectures is "Qwen3VLForConditionalGeneration"; it has to be a list of names' in error_of(config)
+
+
 @pytest.mark.parametrize("where", ["quantization_config", "text_config.quantization_config"])
 def test_quantised_weights_are_refused_by_name(config: Path, where: str) -> None:
     edit_json(config, {where: {"quant_method": "fp8", "weight_block_size": [128, 128]}})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from kestrel_cuda.errors import InputError
 from kestrel_cuda.inputs import pictures
@@ -100,6 +101,14 @@ def test_a_png_damaged_in_its_middle_has_no_half(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(content)
     with pytest.raises(InputError, match="is a PNG that is cut off or damaged"):
+        open_picture(path)
+
+
+def test_a_png_with_much_text_is_not_called_damaged(tmp_path: Path) -> None:
+    text = PngInfo()
+    text.add_text("note", "x" * (3 << 20), zip=True)
+    Image.fromarray(noise()).save(path := tmp_path / "a.png", pnginfo=text)
+    with pytest.raises(InputError, match="is a PNG with more text about itself than is read"):
         open_picture(path)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kestrel_cuda.errors import InputError
-from kestrel_cuda.inputs.messages import Message, check_messages, take_visuals
+from kestrel_cuda.inputs.messages import Message, check_messages, check_turns, take_visuals
 from kestrel_cuda.inputs.visual_source import VisualSource
 
 
@@ -56,3 +56,16 @@ def test_a_file_that_is_named_like_a_url(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     _, (source,) = take_visuals([{"role": "user", "content": [{"type": "image", "image": "./data:x.png"}]}], Path())
     assert source.path == "./data:x.png"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], {}, "hi", None, ["hi"], [{"role": "user"}], [{"role": "user", "content": ("a",)}], [{"content": "a"}]],
+)
+def test_a_conversation_that_would_lose_something(messages: Any) -> None:
+    with pytest.raises(InputError, match=r"(conversation|message 1) (is|has content) .* needed"):
+        check_turns(messages)
+
+
+def test_turns_that_a_template_takes() -> None:
+    check_turns([{"role": "user", "content": "a"}, {"role": "any", "content": [{"type": "text", "text": "b"}], "x": 1}])

@@ -33,6 +33,12 @@ def test_anything_else_is_refused(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["1.5", " 24.25 ", "6", "24576"])
+def test_part_of_a_byte_or_a_few_lack_their_unit(text: str) -> None:
+    with pytest.raises(ValueError, match="lacks a unit"):
+        parse_size(text)
+
+
 @pytest.mark.parametrize("text", ["9" * 400, "9" * 5000 + "GiB", "8388608TiB"])
 def test_what_no_count_holds_is_refused(text: str) -> None:
     with pytest.raises(TooLarge, match="over 8 EiB"):

@@ -148,6 +148,16 @@ def test_saved_limits_never_cut_a_prompt(directory: Path, longest: int, stride: 
     assert Tokenizer.load(directory).encode("hello there world") == expected
 
 
+@pytest.mark.parametrize("share", [0, 0.5, 0.9])
+def test_missing_merges_are_noticed(older: Path, share: float) -> None:
+    """Without them every text is cut into other tokens than the model was trained on."""
+    merges = (older / "merges.txt").read_text().splitlines(keepends=True)
+    (older / "merges.txt").write_text("#version: 0.2\n" + "".join(merges[: int(share * len(merges))]))
+    message = error_of(older)
+    assert "tokens looked at are made by none of its merges" in message
+    assert "vocab.json" in message
+
+
 def test_a_text_is_cut_in_one_way(directory: Path) -> None:
     """`dropout` leaves merges out by chance, which is a means of training."""
     expected = Tokenizer.load(directory).encode_plain("hello there world")
