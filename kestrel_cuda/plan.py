@@ -114,6 +114,7 @@ def make_plan(
             collects_logits,
             tuple(held),
             flags,
+            config.prefetch,
         )
         try:
             plan = planner.plan()
@@ -147,6 +148,8 @@ class _Planner(Sizes):
     """Chooses by the sizes, and says what would fit where nothing does."""
 
     flags: Flags
+    asked_prefetch: int
+    """Layers to be fetched ahead; fewer may be looked at."""
 
     def plan(self) -> Plan:
         num_layers = self.text.num_layers
@@ -226,7 +229,10 @@ class _Planner(Sizes):
         if best == 0:
             message += "; everything resident fits"
         elif self.flags.keep:
-            message += f"; {self.flags.keep} {best} fits"
+            lowered = self.config.prefetch < self.asked_prefetch
+            message += f"; {self.flags.keep} {best} fits" + (
+                f" with --prefetch {self.config.prefetch}" if lowered else ""
+            )
         elif over_budget or self.config.vram_bytes is not None:
             message += f"; give {'--cache-budget' if over_budget else '--vram'} {needed}"
         return DoesNotFit(message, self.bound(keep))

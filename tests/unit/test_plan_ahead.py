@@ -23,7 +23,7 @@ def test_layers_fetched_ahead_need_room(prefetch: int) -> None:
     assert made.keep == plan(vram_bytes=bound).keep - 1
     asked = plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1)
     assert (asked.keep, asked.prefetch) == (made.keep + 1, 1 if asked.total_bytes > bound - layer_bytes() else 0)
-    with pytest.raises(DeviceError, match=f"--keep {made.keep + 1} fits$"):
+    with pytest.raises(DeviceError, match=f"--keep {made.keep + 1} fits with --prefetch 0$"):
         plan(vram_bytes=bound, prefetch=2, keep=made.keep + 2)
     with pytest.raises(DeviceError, match=f"--keep {made.keep} fits"):
         plan(vram_bytes=bound, prefetch=2, keep=made.keep + 1, lowers_prefetch=False)
