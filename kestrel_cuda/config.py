@@ -222,7 +222,7 @@ class EngineConfig:
         for name in ("model", "strip_cache"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, Path(value))
-            elif not isinstance(value, Path) and (name, value) != ("strip_cache", None):
+            elif not isinstance(value, Path) and not (name == "strip_cache" and value is None):
                 raise SettingError(f"{name} is {value!r}; it takes a path")
         for name, kind in (("quant", Quant), ("kv", KvDtype), ("policy", Policy), ("evict", Evict)):
             value = getattr(self, name)
@@ -234,8 +234,8 @@ class EngineConfig:
         for name in ("lazy", "keep_tower", "whole_token"):
             if not isinstance(value := getattr(self, name), bool):
                 raise SettingError(f"{name} is {value!r}; it takes True or False")
-        if self.cache_budget not in (None, "seeds") and not is_whole(self.cache_budget):
-            raise SettingError(f"cache_budget is {self.cache_budget!r}; it takes bytes, 'seeds' or None")
+        if (budget := self.cache_budget) not in (None, "seeds") and not (is_whole(budget) and budget >= 1):
+            raise SettingError(f"cache_budget is {budget!r}; it takes at least 1 byte, 'seeds' or None")
         if self.backend not in ("auto", "cuda", "cpu"):
             raise SettingError(f"backend is {self.backend!r}; it takes auto, cuda, cpu")
         for name, least in _LEAST.items():

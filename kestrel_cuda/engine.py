@@ -41,16 +41,12 @@ from kestrel_cuda.model.weights import DecoderWeights, plan_weights
 from kestrel_cuda.plan import RUN_FLAGS, Flags, Plan, make_plan
 from kestrel_cuda.plan_sizes import most_bytes
 from kestrel_cuda.prompts import PromptEncoder, grids_of, whole_ids
-from kestrel_cuda.quant.packed import Element
 from kestrel_cuda.report import LoadReport, PlanReport
 from kestrel_cuda.residency.store import WeightStore
 from kestrel_cuda.residency.window import ResidencyWindow, make_window
 from kestrel_cuda.sizes import format_size
 
 Progress = Callable[[str, int, int], None]
-
-_ELEMENTS = {Quant.Q8_0: Element.INT8, Quant.Q4_0: Element.INT4}
-"""Of all weights, where they are quantised to one."""
 
 
 class Engine:
@@ -189,13 +185,12 @@ class Engine:
         warnings += report.warnings
         if on_plan is not None:
             on_plan(replace(report, notes=tuple(notes), warnings=tuple(warnings)))
-        element = _ELEMENTS.get(config.quant)
         prepared = backend.prepare_steps(
             quantized=quantized,
             kv=config.kv_dtype,
             head_dim=model.text.head_dim,
-            element=element,
-            token=weights.token_shape(model.text) if element and config.whole_token and window is None else None,
+            element=weights.element,
+            token=weights.token_shape(model.text) if config.whole_token and window is None else None,
         )
         try:
             store = WeightStore(

@@ -149,7 +149,7 @@ class _Planner(Sizes):
 
     flags: Flags
     asked_prefetch: int
-    """Layers to be fetched ahead; fewer may be looked at."""
+    """Layers that were to be fetched ahead; the config has how many are looked at."""
 
     def plan(self) -> Plan:
         num_layers = self.text.num_layers
@@ -229,10 +229,9 @@ class _Planner(Sizes):
         if best == 0:
             message += "; everything resident fits"
         elif self.flags.keep:
-            lowered = self.config.prefetch < self.asked_prefetch
-            message += f"; {self.flags.keep} {best} fits" + (
-                f" with --prefetch {self.config.prefetch}" if lowered else ""
-            )
+            message += f"; {self.flags.keep} {best} fits"
+            if self.config.prefetch < self.asked_prefetch:
+                message += f" with --prefetch {self.config.prefetch}"
         elif over_budget or self.config.vram_bytes is not None:
             message += f"; give {'--cache-budget' if over_budget else '--vram'} {needed}"
         return DoesNotFit(message, self.bound(keep))

@@ -30,8 +30,8 @@ def check_writable(
         target = _target(path)
         if strip_cache is not None and _target(strip_cache) in target.parent.parents:
             raise SettingError(
-                f"--logits {shown_path(path)}: a folder of packed weights (--strip-cache), which holds nothing else; "
-                "give another path"
+                f"--logits {shown_path(path)}: it would lie among packed weights (--strip-cache), where nothing "
+                "else may; give another path"
             )
         if target.exists():
             if not target.is_file():

@@ -115,9 +115,10 @@ def shown(value: object) -> str:
 
 
 def json_kind(value: object) -> str:
-    """What JSON calls a value."""
+    """What JSON calls a value; of Python's others, their type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    other = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    return names.get(type(value), other)
 
 
 def parse_json(text: str | bytes) -> object:

@@ -54,15 +54,12 @@ def check_messages(value: object, where: str = "the conversation") -> list[Messa
 
 
 def check_turns(messages: object) -> None:
-    """Raises InputError unless it is a list of messages with a role and with content of text or parts: of other things
-    a template may drop some in silence."""
+    """Raises InputError unless it is a list of messages with a role and with content of text or parts, whose pictures
+    may have been taken: of other things a template drops some in silence."""
     if not isinstance(messages, list) or not messages:
         raise InputError(f"the conversation is {shown(messages)}; a list of at least one message is needed")
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InputError(f"message {number} is {shown(message)}; an object with role and content is needed")
-        if not isinstance(message.get("content"), str | list):
-            raise InputError(f"message {number} has content {shown(message.get('content'))}; text or a list is needed")
+        _check_turn(message, f"the conversation: message {number}")
 
 
 def take_visuals(messages: Sequence[Message], folder: Path) -> tuple[list[Message], tuple[VisualSource, ...]]:
@@ -109,19 +106,24 @@ def _source(kind: VisualKind, part: dict[str, Any], folder: Path) -> VisualSourc
 
 
 def _check_message(message: object, where: str) -> None:
+    role, content = _check_turn(message, where)
+    if isinstance(content, list):
+        for number, part in enumerate(content, start=1):
+            _check_part(part, f"{where} ({role}), part {number},")
+
+
+def _check_turn(message: object, where: str) -> tuple[str, str | list[object]]:
+    """Its role and content, text or parts that are not looked at."""
     if not isinstance(message, dict):
         raise InputError(f"{where} is {json_kind(message)}; an object with role and content is needed")
     role = message.get("role")
     if role not in ROLES:
         raise InputError(f"{where} has role {shown(role)}; roles are {', '.join(ROLES)}")
     content = message.get("content")
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
+    if not isinstance(content, str | list):
         found = f"content that is {json_kind(content)}" if "content" in message else "no content"
         raise InputError(f"{where} ({role}) has {found}; text or a list of parts is needed")
-    for number, part in enumerate(content, start=1):
-        _check_part(part, f"{where} ({role}), part {number},")
+    return role, content
 
 
 def _check_part(part: object, where: str) -> None:

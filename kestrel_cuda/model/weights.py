@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kestrel_cuda.backends.operands import TokenShape
 from kestrel_cuda.checkpoint.names import linear_shape
 from kestrel_cuda.config import ModelConfig, Quant, TextConfig
-from kestrel_cuda.quant.grouped import scheme_for
+from kestrel_cuda.quant.grouped import ACTIVATION_GROUP, scheme_for
 from kestrel_cuda.quant.packed import (
     COLUMN_MULTIPLE,
     Element,
@@ -55,13 +55,22 @@ class DecoderWeights:
         yield from self.layers
         yield self.lm_head
 
+    @property
+    def element(self) -> Element | None:
+        """What every weight consists of; None where they differ."""
+        elements = {geometry.element for layout in self.layouts for geometry in layout.geometry}
+        return elements.pop() if len(elements) == 1 else None
+
     def token_shape(self, text: TextConfig) -> TokenShape | None:
-        """What decides which kernels take a whole token; None where projections are not fused."""
-        if len(self.qkv.parts) > 1 or len(self.gate_up.parts) > 1:
+        """What decides which kernels take a whole token; None where none does: of floats, of other groups than of an
+        activation's size, of projections that are not fused."""
+        geometries = {geometry for layout in self.layouts for geometry in layout.geometry}
+        is_fused = len(self.qkv.parts) == 1 and len(self.gate_up.parts) == 1
+        if self.element is None or not is_fused or any(g.group_size != ACTIVATION_GROUP for g in geometries):
             return None
         queries_per_kv = text.num_heads // text.num_kv_heads
-        geometry = self.lm_head.entries[0].geometry
-        return TokenShape(self.layers[0].geometry, geometry, text.num_layers, text.head_dim, queries_per_kv)
+        lm_head = self.lm_head.geometry[0]
+        return TokenShape(self.layers[0].geometry, lm_head, text.num_layers, text.head_dim, queries_per_kv)
 
 
 def plan_weights(config: ModelConfig, quant: Quant, stored: StoredElement) -> DecoderWeights:

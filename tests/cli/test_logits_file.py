@@ -199,7 +199,7 @@ def test_nothing_is_put_among_packed_weights(tmp_path: Path) -> None:
     """A folder of them that holds anything else is not built anew."""
     kept = tmp_path / "strips" / "model-q8_0-1"
     kept.mkdir(parents=True)
-    with pytest.raises(SettingError, match="a folder of packed weights"):
+    with pytest.raises(SettingError, match="among packed weights"):
         logits_file.check_writable(kept / "new.npz", (), tmp_path / "strips")
     for elsewhere in (tmp_path / "strips" / "l.npz", tmp_path / "l.npz"):
         logits_file.check_writable(elsewhere, (), tmp_path / "strips")

@@ -150,7 +150,7 @@ def test_another_architecture_is_refused_by_name(config: Path, architecture: str
     edit_json(config, {"architectures": [architecture]})
     message = error_of(config)
     assert f"{architecture} is not supported" in message
-    assert "supported: Qwen3VLForConditionalGeneration" in message
+    assert "supported: Qwen3VLForConditionalGeneration, the dense ones (2B, 4B, 8B, 32B)" in message
 
 
 def test_absent_architectures_are_named(config: Path) -> None:

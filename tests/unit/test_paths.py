@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_cuda.checkpoint.locate import check_directory
 from kestrel_cuda.checkpoint.reader import open_checkpoint
 from kestrel_cuda.errors import CheckpointError, SettingError
 from kestrel_cuda.paths import shown_path
@@ -32,6 +33,13 @@ def test_a_usual_path_is_shown_as_it_is(path: str) -> None:
 )
 def test_an_odd_path_is_quoted(path: str, shown: str) -> None:
     assert shown_path(path) == shown
+
+
+@pytest.mark.parametrize(("model", "is_name"), [("Qwen/Qwen3-VL-8B", True), ("Qwen", False), ("/no/where", False)])
+def test_a_name_on_hugging_face_says_how_to_fetch_it(model: str, is_name: bool) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        check_directory(Path(model))
+    assert (f"hf download {model} --local-dir DIR" in str(caught.value)) == is_name
 
 
 def test_messages_show_odd_paths() -> None:
